@@ -15,12 +15,13 @@ Note: [Broken streams]
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from shardwell_server.coordinator.signals import Signal
+from shardwell_wire.errors import RunDeletedError, StaleEpochError
 from shardwell_wire.host.server_folders import has_ended, runs_here
 
 GRACE_S = 0.2
@@ -55,14 +56,20 @@ class MembershipConnection:
     """Notified when the open streams have something to send."""
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Counts an open stream while the block runs."""
+    def stream(self, on_break: Callable[[], None]) -> Iterator[None]:
+        """Counts an open stream while the block runs. Calls ``on_break`` afterwards if the process has broken it."""
         self.note_request()
         self.streams += 1
         try:
-            yield
-        finally:
-            self.streams -= 1
+            try:
+                yield
+            finally:
+                self.streams -= 1
+        except (StaleEpochError, RunDeletedError):
+            raise  # the coordinator ends the stream
+        except BaseException:
+            on_break()
+            raise
 
     def note_request(self) -> None:
         """Counts a request, which shows that the process lives."""

@@ -95,7 +95,8 @@ class Coordinator:
         finally:
             await state.tasks.close()
             for run in state.runs.values():
-                run.calls.stop_repeating()
+                run.calls.fencing.cancel()  # repeated until all servers have answered, which some may never do
+                run.calls.promoting.cancel()
             self.checkpoint_files.close()
 
     async def _watch_leases(self) -> None:

@@ -420,38 +420,25 @@ def _stages(layout: UnitLayout) -> str:
 def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
     """Raises UnitMismatchError, naming the first difference, if two declarations of a unit differ."""
     unit = layout.unit
-    if declared.placement != layout.placement:
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared with placement {declared.placement!r}, now with {layout.placement!r}: every "
-            "trainer must pass the same to fully_shard",
-            unit=unit,
-            expected=declared.placement,
-            actual=layout.placement,
-        )
-    if declared.kind != layout.kind:
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared with {declared.kind}, now with {layout.kind}: give the unit another name",
-            unit=unit,
-            expected=declared.kind,
-            actual=layout.kind,
-        )
-    if declared.pp_ranks != layout.pp_ranks:
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared by pipeline {_stages(declared)}, now by {_stages(layout)}: names of units are "
-            "unique over all stages. Wrap with auto_wrap, which uses the names in the model, or pass "
-            "fully_shard(..., name=)",
-            unit=unit,
-            expected=_stages(declared),
-            actual=_stages(layout),
-        )
-    if declared.tp_rank != layout.tp_rank:
-        raise UnitMismatchError(
-            f"unit {unit!r} was declared for tensor-parallel rank {declared.tp_rank}, now for rank {layout.tp_rank}: "
-            "give the unit another name",
-            unit=unit,
-            expected=declared.tp_rank,
-            actual=layout.tp_rank,
-        )
+
+    def require_same(expected: object, actual: object, how: str, advice: str) -> None:
+        if expected != actual:
+            message = f"unit {unit!r} was declared {how}: {advice}"
+            raise UnitMismatchError(message, unit=unit, expected=expected, actual=actual)
+
+    ours, theirs = declared.placement, layout.placement
+    how = f"with placement {ours!r}, now with {theirs!r}"
+    require_same(ours, theirs, how, "every trainer must pass the same to fully_shard")
+    how = f"with {declared.kind}, now with {layout.kind}"
+    require_same(declared.kind, layout.kind, how, "give the unit another name")
+    advice = (
+        "names of units are unique over all stages. Wrap with auto_wrap, which uses the names in the model, or pass "
+        "fully_shard(..., name=)"
+    )
+    stages, others = _stages(declared), _stages(layout)
+    require_same(stages, others, f"by pipeline {stages}, now by {others}", advice)
+    how = f"for tensor-parallel rank {declared.tp_rank}, now for rank {layout.tp_rank}"
+    require_same(declared.tp_rank, layout.tp_rank, how, "give the unit another name")
     for expected, got in zip(declared.parameters, layout.parameters, strict=False):
         for what in ("name", "shape", "dtype", "aliases", "whole_shape", "offsets"):
             left, right = getattr(expected, what), getattr(got, what)

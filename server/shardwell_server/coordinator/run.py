@@ -315,11 +315,6 @@ class StepCalls:
     building: SharedCall[None] = field(default_factory=SharedCall)
     """Builds and releases backups."""
 
-    def stop_repeating(self) -> None:
-        """Cancels the calls that are repeated until all servers have answered. Some of these may never answer."""
-        self.fencing.cancel()
-        self.promoting.cancel()
-
 
 _KEPT_NOTICES = 8
 

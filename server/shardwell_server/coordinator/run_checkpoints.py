@@ -146,11 +146,6 @@ class Restore:
         """True if the run had live trainers, which must go back."""
         return bool(self.reason)
 
-    @property
-    def why_members_ended(self) -> str:
-        """Reason for the end of all memberships, for messages."""
-        return f"the run was rolled back to step {self.step}: {self.reason}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
@@ -224,10 +219,6 @@ class CheckpointInFlight:
     error: str = ""
     ended: float = 0.0
     """Seconds since 1970. 0: not ended."""
-
-    def begin(self, step: int, url: str, rollback_count: int) -> None:
-        """Records the version, its folder, and how often the run has been rolled back."""
-        self.step, self.url, self.rollback_count = step, url, rollback_count
 
     def wants_residuals_of(self, trainer: str) -> bool:
         """True if a trainer with residuals of error feedback can write them now, and has not."""
@@ -333,11 +324,6 @@ class RunCheckpoints:
         every = self.options.every_commits
         ready = self.restore is None and bool(self.options.directory)
         return ready and every > 0 and committed_step - self.last_step >= every
-
-    def start(self, checkpoint: CheckpointInFlight) -> None:
-        """Records a checkpoint that is about to begin."""
-        assert self.in_flight is None
-        self.in_flight = checkpoint
 
     def time_of_next(self, now: float) -> float:
         """Returns the time of a checkpoint that is saved at the wall-clock time ``now``.

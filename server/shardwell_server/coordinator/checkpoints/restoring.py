@@ -199,9 +199,9 @@ class RunRestorer:
         return True
 
     def _end_memberships(self, run: Run, restore: Restore) -> None:
-        run.members.expect_back(run.members.live.values())
+        run.members.returning.update(run.members.live)
         for member in [*run.members.live.values(), *run.members.expired]:
-            member.revoked_because = restore.why_members_ended
+            member.revoked_because = f"the run was rolled back to step {restore.step}: {restore.reason}"
             run.revoke_lease(member)
 
     # Loading

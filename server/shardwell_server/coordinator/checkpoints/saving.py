@@ -248,8 +248,8 @@ class CheckpointSaver:
         self._state.tasks.start(self._remove_torn(run))
 
     def _start(self, run: Run) -> CheckpointInFlight:
-        checkpoint = CheckpointInFlight(new_run_id())
-        run.checkpoints.start(checkpoint)
+        assert run.checkpoints.in_flight is None
+        checkpoint = run.checkpoints.in_flight = CheckpointInFlight(new_run_id())
         self._state.tasks.start(self._save(run, checkpoint))
         return checkpoint
 
@@ -341,8 +341,8 @@ class CheckpointSaver:
                 run.checkpoints.check_loaded(run.name)
                 commits = await self._filler.commits(run)
                 step, server_ids = run.committed_step, list(run.units.servers)
-                url = folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id))
-                checkpoint.begin(step, url, run.checkpoints.rollback_count)
+                checkpoint.step, checkpoint.rollback_count = step, run.checkpoints.rollback_count
+                checkpoint.url = folder.url_of(checkpoint_folder(step, checkpoint.checkpoint_id))
                 run.checkpoints.last_step = step
                 # Before the folder exists, so that a restarted coordinator finds and removes what was written.
                 await self._state.save_checkpoint(run, self._record(run, checkpoint, is_complete=False))

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Collection
 from weakref import WeakValueDictionary
 
 from shardwell_server.coordinator.connection import ConnectionState
@@ -157,23 +156,11 @@ class ServerLeases:
         self._note_alive(server_id, cluster.renew_lease(server))
         if calls is not None:
             self._state.tasks.start(self._calls.use_calls(server.address, calls))
-        with self._connected(server):
+        with server.connection.stream(lambda: self._watch_disconnected(server.server_id, server.incarnation)):
             yield coordinator_pb2.KeepServerMembershipResponse()
             while not self._state.stopping:
                 await server.connection.news.wait()
                 cluster.require_epoch(server_id, epoch)
-
-    @contextmanager
-    def _connected(self, server: Server) -> Iterator[None]:
-        """Counts a membership stream while the block runs. When the server breaks it, finds out whether it lives."""
-        try:
-            with server.connection.stream():
-                yield
-        except StaleEpochError:
-            raise  # the coordinator ends the stream
-        except BaseException:
-            self._watch_disconnected(server.server_id, server.incarnation)
-            raise
 
     def _watch_disconnected(self, server_id: str, incarnation: str) -> None:
         """Finds out whether a server without a stream has ended. See Note: [Broken streams]."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 
 from shardwell_server.coordinator.connection import GRACE_S, ConnectionState
@@ -36,7 +36,7 @@ from shardwell_server.coordinator.steps.step import Step, WorkItem
 from shardwell_server.coordinator.steps.work import SynchronousWork
 from shardwell_wire import fault_points
 from shardwell_wire.connection.channel import RECONNECT_S
-from shardwell_wire.errors import AccessError, NotFoundError, RunDeletedError, ShardwellError, StaleEpochError
+from shardwell_wire.errors import AccessError, NotFoundError, ShardwellError, StaleEpochError
 from shardwell_wire.host.server_folders import has_ended
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -235,7 +235,7 @@ class TrainerLeases:
             StaleEpochError: The membership has ended.
             RunDeletedError: The run was deleted.
         """
-        with self._connected(run, member):
+        with member.connection.stream(lambda: self._watch_disconnected(run, member)):
             told: tuple[int, int, int, coordinator_pb2.WantedResiduals | None, int] | None = None
             while not self._state.stopping:
                 news = member.connection.news.next_change()
@@ -256,18 +256,6 @@ class TrainerLeases:
                         notices=notices,
                     )
                 await news.wait()
-
-    @contextmanager
-    def _connected(self, run: Run, member: Member) -> Iterator[None]:
-        """Counts a membership stream while the block runs. When the trainer breaks it, finds out whether it lives."""
-        try:
-            with member.connection.stream():
-                yield
-        except (StaleEpochError, RunDeletedError):
-            raise  # the coordinator ends the stream
-        except BaseException:
-            self._watch_disconnected(run, member)
-            raise
 
     def _watch_disconnected(self, run: Run, member: Member, grace_s: float = GRACE_S) -> None:
         """Expires the lease of a trainer without a stream, unless the trainer connects. See Note: [Broken streams]."""
@@ -473,8 +461,9 @@ class ItemLeases:
         )
         processes = [at for at in run.units.updated_processes if not self._is_replaced(run, at)]
         await asyncio.gather(*(self._fence_server(server_id, request) for server_id in dict(processes)))
-        for step, _ in found:
-            step.mark_fenced(fences)
+        for item, epoch, attempt in fences:
+            if (item.epoch, item.attempt) == (epoch, attempt):  # otherwise it has changed since
+                item.fenced = True
 
     def _is_replaced(self, run: Run, process: tuple[str, str]) -> bool:
         """True if a server process is gone, and what it holds of a run does not count even if it returns."""

@@ -104,10 +104,6 @@ class ItemInProgress:
     since_s: float
     """Clock time at which the trainer started the item."""
 
-    def is_item(self, step: int, global_rank: int) -> bool:
-        """True if this is the item of a rank in a step."""
-        return (self.step, self.global_rank) == (step, global_rank)
-
 
 @dataclass(slots=True)
 class Member:
@@ -333,10 +329,6 @@ class Members:
         self._forget_states()
         if former is not None:
             former.connection.news.notify()
-
-    def expect_back(self, members: Iterable[Member]) -> None:
-        """Records trainers that are expected to join again, because the coordinator itself ends their memberships."""
-        self.returning.update((member.name, member) for member in members)
 
     def give_up(self, names: Iterable[str]) -> None:
         """Expects trainers no longer."""

@@ -31,6 +31,7 @@ from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, Server
 from shardwell_server.coordinator.servers.shard_servers import ShardServers, reference
+from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_wire import fault_points
@@ -275,17 +276,13 @@ class BackupKeeper:
             run.relocations.set_rebalancing(True)
             await self._state.save(run)
             self._state.cluster.changed.notify()
-        moving = self.planned_moves(run) if run.relocations.rebalancing else []
+        targets = self._targets(run) if run.relocations.rebalancing else {}
+        moving = [shard for unit, shard in self._shards(run) if (unit.index, shard.start_bytes) in targets]
         return coordinator_pb2.RebalanceRunResponse(
             rebalancing=run.relocations.rebalancing,
             shard_count=len(moving),
             size_bytes=sum(shard.size_bytes for shard in moving),
         )
-
-    def planned_moves(self, run: Run) -> list[ShardRecord]:
-        """Returns the primaries that are to move to other servers."""
-        targets = self._targets(run)
-        return [shard for unit, shard in self._shards(run) if (unit.index, shard.start_bytes) in targets]
 
     def explain_drain(self, run: Run, server: Server) -> list[str]:
         """Returns why a server cannot hand over its shards of a run, one line each. Empty: it is handing them over."""
@@ -362,12 +359,11 @@ class BackupKeeper:
 
     async def _pause(self, run: Run, step: int) -> None:
         """Waits for a commit after a step, at most ``_PAUSE_S``."""
-        try:
-            async with asyncio.timeout(_PAUSE_S):
-                while run.committed_step == step and not run.deleted:
-                    await run.changed.wait()
-        except TimeoutError:
-            return
+
+        async def check() -> bool | None:
+            return run.committed_step != step or run.deleted or None
+
+        await poll(run.changed, check, _PAUSE_S)
 
     async def _release_unwanted(self, run: Run) -> None:
         # One server after the other: until its copies are released, those on others may replace a lost primary.

@@ -13,7 +13,6 @@ from shardwell_server.coordinator.ranks.members import Member
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, wait_limit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.signals import poll
-from shardwell_server.coordinator.steps.committed_steps import check_written_buffers
 from shardwell_server.coordinator.steps.proposals import (
     NormKind,
     OtherNorm,
@@ -25,7 +24,7 @@ from shardwell_server.coordinator.steps.proposals import (
     starts_anew,
     validate_proposal,
 )
-from shardwell_server.coordinator.steps.reports import find_differences, newly_finished, note_gradients
+from shardwell_server.coordinator.steps.reports import check_reports, find_differences
 from shardwell_server.coordinator.steps.step import FinishedWork, Step, WorkItem
 from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.records import CommitRecord
@@ -70,10 +69,8 @@ class StepRpcs(CoordinatorRpcs):
         if member.note_behind(False):
             run.changes.touch()
         reported = {report.global_rank for report in reports}
-        finished = newly_finished(step, member.name, reports, len(run.units))
-        written = check_written_buffers(step, finished, reports, run.units.layouts)
-        note_gradients(finished, reports, run.units.layouts)
-        are_last = run.work.finish_items(member, step, finished, written)
+        finished = check_reports(step, member.name, reports, run.units.layouts)
+        are_last = run.work.finish_items(member, step, finished)
         self._compare_gradients(run, step, finished)
         if are_last:
             run.changed.notify()

@@ -1,4 +1,4 @@
-"""Checks what trainers report: finished work items, checksums of gradients, and parallel plans. Changes nothing.
+"""Checks what trainers report: finished work items, with checksums of buffers and gradients, and parallel plans.
 
 All tensor-parallel ranks of a replica compute the gradients of parameters that all of them hold. Rank 0 pushes these.
 Each rank reports their checksums with its finished work item. Different checksums mean that the ranks have computed
@@ -9,11 +9,11 @@ on with the gradient of rank 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardwell_server.coordinator.placed_units import Unit
-from shardwell_server.coordinator.steps.step import FinishedWork, MemberWork, Step, WorkItem
-from shardwell_wire.errors import InvalidRequestError, RunMismatchError, StepStateError
+from shardwell_server.coordinator.steps.step import FinishedWork, ItemReport, MemberWork, Step, WorkItem
+from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatchError, StepStateError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS, check_path
 from shardwell_wire.model.topology import World
@@ -23,48 +23,59 @@ _MAX_NAMED = 3
 """Most differences that a message names."""
 
 
-def newly_finished(
-    step: Step, trainer: str, reports: Sequence[coordinator_pb2.FinishedItem], unit_count: int
+def check_reports(
+    step: Step, trainer: str, reports: Sequence[coordinator_pb2.FinishedItem], layouts: Sequence[UnitLayout]
 ) -> list[FinishedWork]:
-    """Returns what is newly finished among the reported items, with its parts. Changes nothing.
+    """Returns what is newly finished among the reported items.
 
     Reports of former epochs and attempts are skipped: the item was restarted, or leased to other trainers. Reports
     of twin items that have lost are skipped, too.
 
+    Args:
+        step: The step in flight.
+        trainer: The trainer that reports.
+        reports: Its reports.
+        layouts: Layouts of the run's units.
+
     Raises:
-        InvalidRequestError: A report is malformed.
+        InvalidRequestError: A report is malformed, or names a tensor that is not a buffer.
         StepStateError: A rank was never leased to the trainer, or was finished with other parts.
+        ConflictError: The training script of another rank has given a buffer other values before the item started.
     """
     if len({report.global_rank for report in reports}) != len(reports):
         raise InvalidRequestError(f"a rank is reported twice: {[report.global_rank for report in reports]}")
-    checked = (_check_report(step, trainer, report, _parts(report, unit_count)) for report in reports)
-    return [work for work in checked if work is not None]
+    checked = [_check_report(step, trainer, report, layouts) for report in reports]
+    found = [work for work in checked if work is not None]
+    _check_written_buffers(step, {work.member.global_rank: work.report.written_buffers for work in found}, layouts)
+    return found
 
 
 def _check_report(
-    step: Step, trainer: str, report: coordinator_pb2.FinishedItem, parts: dict[int, int]
+    step: Step, trainer: str, report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]
 ) -> FinishedWork | None:
-    rank = report.global_rank
+    parts, rank = _parts(report, len(layouts)), report.global_rank
     item = step.item_of(rank)
     member, where = item.members[rank], f"rank {rank} of step {step.number}"
     key, current = (trainer, report.epoch, report.attempt), (member.trainer, item.epoch, item.attempt)
-    summed = _checked_sums(step, report)
-    if item.twin is not None and key == item.twin.key:
-        return FinishedWork(item, member, parts)
-    if report.copy and key != current:
-        return None  # the twin item has lost
-    if (report.epoch, report.attempt) < (item.epoch, item.attempt):
-        return None
-    if key != current:
-        raise StepStateError(
-            f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
-            f"{report.attempt}, but the item was leased to {member.trainer!r} under epoch {item.epoch}, "
-            f"attempt {item.attempt}",
-            global_rank=rank,
-        )
-    if member.finished and member.parts != parts:
-        raise StepStateError(f"{where} was finished before with parts {member.parts}, now with {parts}")
-    return None if member.finished else FinishedWork(item, member, parts, summed)
+    summed, is_twin = _checked_sums(step, report), item.twin is not None and key == item.twin.key
+    if not is_twin:
+        if report.copy and key != current:
+            return None  # the twin item has lost
+        if (report.epoch, report.attempt) < (item.epoch, item.attempt):
+            return None
+        if key != current:
+            raise StepStateError(
+                f"trainer {trainer!r} reports {where} as finished under epoch {report.epoch}, attempt "
+                f"{report.attempt}, but the item was leased to {member.trainer!r} under epoch {item.epoch}, "
+                f"attempt {item.attempt}",
+                global_rank=rank,
+            )
+        if member.finished and member.report.parts != parts:
+            raise StepStateError(f"{where} was finished before with parts {member.report.parts}, now with {parts}")
+        if member.finished:
+            return None
+    written, checksums = _written_buffers(report, layouts), _gradient_checksums(report, layouts)
+    return FinishedWork(item, member, ItemReport(parts, frozenset() if is_twin else summed, written, checksums))
 
 
 def _checked_sums(step: Step, report: coordinator_pb2.FinishedItem) -> frozenset[int]:
@@ -91,23 +102,9 @@ def _parts(report: coordinator_pb2.FinishedItem, unit_count: int) -> dict[int, i
     return parts
 
 
-def note_gradients(
-    newly_finished: Iterable[FinishedWork],
-    reports: Iterable[coordinator_pb2.FinishedItem],
-    layouts: Sequence[UnitLayout],
-) -> None:
-    """Records the checksums that a trainer reported for newly finished work.
-
-    Raises:
-        InvalidRequestError: A report is malformed. Nothing is recorded.
-    """
-    by_rank = {report.global_rank: report for report in reports}
-    found = [(work.member, _decode(by_rank[work.member.global_rank], layouts)) for work in newly_finished]
-    for member, checksums in found:
-        member.gradient_checksums = checksums
-
-
-def _decode(report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]) -> dict[tuple[int, int], int]:
+def _gradient_checksums(
+    report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]
+) -> dict[tuple[int, int], int]:
     found: dict[tuple[int, int], int] = {}
     for unit in report.gradient_checksums:
         indices = list(unit.parameter_indices)
@@ -119,6 +116,67 @@ def _decode(report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout])
             )
         found.update({(unit.unit_index, index): value for index, value in zip(indices, unit.checksums, strict=True)})
     return found
+
+
+def _written_buffers(report: coordinator_pb2.FinishedItem, layouts: Sequence[UnitLayout]) -> dict[tuple[int, int], int]:
+    written: dict[tuple[int, int], int] = {}
+    for buffer in report.written_buffers:
+        layout = layouts[buffer.unit_index] if buffer.unit_index < len(layouts) else None
+        if layout is None or not layout.holds_buffers or buffer.buffer_index >= len(layout.parameters):
+            raise InvalidRequestError(
+                f"rank {report.global_rank} reports buffer {buffer.buffer_index} of unit {buffer.unit_index}, but the "
+                "run has no such buffer"
+            )
+        written[buffer.unit_index, buffer.buffer_index] = buffer.checksum
+    return written
+
+
+def _check_written_buffers(
+    step: Step, new: Mapping[int, Mapping[tuple[int, int], int]], layouts: Sequence[UnitLayout]
+) -> None:
+    """Compares the buffers that the training script changed before the newly finished work started.
+
+    Only ranks with the same tp rank and pp rank are compared: others have other buffers.
+
+    Args:
+        step: The step in flight.
+        new: Checksums by unit and layout index, by newly finished rank.
+        layouts: Layouts of the run's units.
+
+    Raises:
+        ConflictError: Another rank started with other values.
+    """
+    for peers in zip(*(item.members.values() for item in step.items.values()), strict=True):
+        written = {
+            at.global_rank: new.get(at.global_rank, at.report.written_buffers)
+            for at in peers
+            if at.finished or at.global_rank in new
+        }
+        for rank in (each for each in written if each in new):
+            for other in (each for each in written if each != rank):
+                _require_same(step.number, (rank, new[rank]), (other, written[other]), layouts)
+
+
+def _require_same(
+    step: int,
+    one: tuple[int, Mapping[tuple[int, int], int]],
+    other: tuple[int, Mapping[tuple[int, int], int]],
+    layouts: Sequence[UnitLayout],
+) -> None:
+    (rank, ours), (other_rank, theirs) = one, other
+    for unit, index in sorted({*ours, *theirs}):
+        if ours.get((unit, index)) == theirs.get((unit, index)):
+            continue
+        name = layouts[unit].parameters[index].name
+        writers = [f"rank {at}" for at, written in (one, other) if (unit, index) in written]
+        raise ConflictError(
+            f"buffer {name!r} had different values when rank {rank} and rank {other_rank} started their work of step "
+            f"{step}: the training script changed the buffer after the last commit in the process of "
+            f"{' and of '.join(writers)}. Write the same values in every process before step.batches, or change the "
+            "buffer in the forward, where the values of rank 0 count",
+            buffer=name,
+            global_rank=rank,
+        )
 
 
 def find_differences(item: WorkItem, step: int, world: World, units: Iterable[Unit]) -> Iterator[tuple[Unit, str]]:
@@ -143,12 +201,12 @@ def _differences(unit: Unit, members: Sequence[MemberWork]) -> list[str]:
     """Returns a text for each parameter whose gradient differs between the first member and others."""
     lines: list[str] = []
     first = members[0]
-    if all(member.gradient_checksums == first.gradient_checksums for member in members[1:]):
+    if all(member.report.gradient_checksums == first.report.gradient_checksums for member in members[1:]):
         return lines
     for index, parameter in enumerate(unit.layout.parameters):
         key = unit.index, index
-        expected = first.gradient_checksums.get(key)
-        others = [member for member in members[1:] if member.gradient_checksums.get(key) != expected]
+        expected = first.report.gradient_checksums.get(key)
+        others = [member for member in members[1:] if member.report.gradient_checksums.get(key) != expected]
         if others:
             ranks = ", ".join(f"{member.global_rank} (trainer {member.trainer!r})" for member in others)
             lines.append(f"{parameter.name!r}: rank {ranks} and rank {first.global_rank} (trainer {first.trainer!r})")

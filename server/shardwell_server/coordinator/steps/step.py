@@ -86,6 +86,24 @@ class TwinItem:
         return self.trainer, self.epoch, self.attempt
 
 
+@dataclass(frozen=True, slots=True)
+class ItemReport:
+    """What a trainer reported about its finished part of a work item."""
+
+    parts: dict[int, int] = field(default_factory=dict)
+    """Number of pushed parts by unit index."""
+    summed: frozenset[int] = frozenset()
+    """Data ranks to whose gradients the trainer's were added before they were pushed. See Note: [Sums of items]."""
+    written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
+    gradient_checksums: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Checksums, by unit and layout index, of gradients that the other tensor-parallel ranks compute, too."""
+
+
+NO_REPORT = ItemReport()
+"""Stands for the report of a member that has not finished."""
+
+
 @dataclass(slots=True)
 class MemberWork:
     """What one member of a replica computes of a work item: the part of one logical rank."""
@@ -93,27 +111,13 @@ class MemberWork:
     global_rank: int
     trainer: str
     """Trainer that computes it. If the item is vacant or finished: the trainer that had it last."""
-    finished: bool = False
-    """True if the trainer reported that every server has acknowledged its contributions."""
-    parts: dict[int, int] = field(default_factory=dict)
-    """Number of pushed parts by unit index. Empty until the trainer has finished."""
-    written_buffers: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
-    summed: frozenset[int] = frozenset()
-    """Data ranks to whose gradients the trainer's were added before they were pushed. See Note: [Sums of items]."""
-    gradient_checksums: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Checksums, by unit and layout index, of gradients that the other tensor-parallel ranks compute, too."""
+    report: ItemReport = NO_REPORT
+    """What the trainer has reported. ``NO_REPORT``: not finished, or the item is computed again."""
 
-    def finish(self, work: FinishedWork, written_buffers: dict[tuple[int, int], int]) -> None:
-        """Records what the trainer reported."""
-        self.finished, self.parts, self.written_buffers = True, work.parts, written_buffers
-        self.summed = work.summed
-
-    def restart(self) -> None:
-        """Drops what the trainer reported: the item is computed again."""
-        self.finished, self.parts, self.written_buffers = False, {}, {}
-        self.summed = frozenset()
-        self.gradient_checksums = {}
+    @property
+    def finished(self) -> bool:
+        """True if the trainer reported that every server has acknowledged its contributions."""
+        return self.report is not NO_REPORT
 
 
 @dataclass(slots=True)
@@ -182,7 +186,7 @@ class WorkItem:
         found: dict[tuple[int, int], int] = {}
         for member in self.members.values():
             pp_rank = world.coordinates(member.global_rank).pp_rank
-            for unit, count in member.parts.items():
+            for unit, count in member.report.parts.items():
                 key = unit, pp_rank
                 found[key] = max(count, found.get(key, 0))
         return found
@@ -190,7 +194,7 @@ class WorkItem:
     @property
     def summed(self) -> frozenset[int]:
         """Data ranks to whose gradients those of a finished item were added. See Note: [Sums of items]."""
-        return frozenset[int]().union(*(member.summed for member in self.members.values()))
+        return frozenset[int]().union(*(member.report.summed for member in self.members.values()))
 
     @property
     def unfinished(self) -> list[MemberWork]:
@@ -200,8 +204,7 @@ class WorkItem:
     def assign(self, trainers: Sequence[str]) -> None:
         """Replaces the trainers, given in the order of the members. Drops what former trainers reported."""
         for member, trainer in zip(self.members.values(), trainers, strict=True):
-            member.trainer = trainer
-            member.restart()
+            member.trainer, member.report = trainer, NO_REPORT
 
     def to_proto(self, global_rank: int | None = None, replica_epoch: int = 0) -> coordinator_pb2.WorkItem:
         """Returns the item for the trainer of one member. None: the first member."""
@@ -244,10 +247,7 @@ class FinishedWork:
 
     item: WorkItem
     member: MemberWork
-    parts: dict[int, int]
-    """Number of pushed parts by unit index."""
-    summed: frozenset[int] = frozenset()
-    """Data ranks to whose gradients the item's were added before they were pushed."""
+    report: ItemReport
 
 
 def new_members(global_ranks: Iterable[int], trainers: Iterable[str]) -> dict[int, MemberWork]:
@@ -495,31 +495,23 @@ class Step:
 
     # Work items
 
-    def finish(
-        self,
-        finished: Sequence[FinishedWork],
-        now: float,
-        written_buffers: Mapping[int, dict[tuple[int, int], int]] | None = None,
-        *,
-        trainer: str = "",
-    ) -> bool:
+    def finish(self, finished: Sequence[FinishedWork], now: float, *, trainer: str = "") -> bool:
         """Marks ranks, and items all of whose ranks are finished. Returns True if these were the last unfinished ones.
 
         A twin item wins if its trainer finished the item. Otherwise it has lost. An item whose gradients were
         added to those of an attempt that is over starts another attempt, and must be fenced.
 
         Args:
-            finished: Result of ``newly_finished`` in ``reports.py``.
+            finished: Result of ``check_reports`` in ``reports.py``.
             now: Clock time.
-            written_buffers: Checksums of buffers that the training script changed, by rank.
             trainer: Trainer that finished the items.
         """
         for work in finished:
-            item, member = work.item, work.member
+            item = work.item
             if item.twin is not None:
                 self._end_twin(item, wins=item.twin.trainer == trainer)
-            member.finish(work, (written_buffers or {}).get(member.global_rank, {}))
-            self._has_sums = self._has_sums or bool(work.summed)
+            work.member.report = work.report
+            self._has_sums = self._has_sums or bool(work.report.summed)
             if not item.unfinished:
                 item.enter(WorkState.FINISHED, now)
                 self._restart_outdated_sums(now)
@@ -588,7 +580,7 @@ class Step:
             self._end_twin(item, wins=False)
         item.attempt, item.is_twin = item.next_attempt(), False
         for member in item.members.values():
-            member.restart()
+            member.report = NO_REPORT
 
     def _forget_results(self) -> None:
         """Invalidates what was prepared, proposed or staged, because the gradient changes."""
@@ -627,12 +619,6 @@ class Step:
         """
         for item in self.items.values():
             self._restart_item(item, now)
-
-    def mark_fenced(self, fences: Iterable[tuple[WorkItem, int, int]]) -> None:
-        """Records that every server has fenced these (item, epoch, attempt). Skips items that have changed since."""
-        for item, epoch, attempt in fences:
-            if (item.epoch, item.attempt) == (epoch, attempt):
-                item.fenced = True
 
     def item_of(self, global_rank: int) -> WorkItem:
         """Returns the item that a rank belongs to. Raises InvalidRequestError if the run has no such rank."""

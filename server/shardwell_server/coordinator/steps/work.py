@@ -106,9 +106,11 @@ def next_late_item(
         member = members.get(trainer)
         if member is None or item.state is not WorkState.LEASED or not item.fenced or trainer == excluding:
             continue
-        progress = member.in_progress
-        if progress is not None and member.accepts_reassigned_work and progress.is_item(step.number, item.first_rank):
-            found.append((max(progress.since_s, updated_s) + late_after_s, item.dp_rank))
+        at = member.in_progress
+        if at is None or not member.accepts_reassigned_work:
+            continue
+        if (at.step, at.global_rank) == (step.number, item.first_rank):
+            found.append((max(at.since_s, updated_s) + late_after_s, item.dp_rank))
     if not found:
         return None
     late_s, dp_rank = min(found)
@@ -163,14 +165,11 @@ class Work(ABC):
         """True if a trainer still has to compute a work item."""
         return any(step.leased_to(name) for step in self.steps)
 
-    def played_ranks(self, name: str) -> list[int]:
-        """Returns the logical ranks that a trainer plays in the steps in flight."""
-        items = [item for step in self.steps for item in step.items_of(name)]
-        return sorted(member.global_rank for item in items if (member := item.member_of(name)) is not None)
-
     def describe_trainer(self, name: str) -> str:
-        """Returns a trainer and the ranks it plays in the steps in flight, for messages."""
-        return f"rank {', '.join(map(str, self.played_ranks(name))) or 'none'} (trainer {name!r})"
+        """Returns a trainer and the logical ranks that it plays in the steps in flight, for messages."""
+        items = [item for step in self.steps for item in step.items_of(name)]
+        ranks = sorted(member.global_rank for item in items if (member := item.member_of(name)) is not None)
+        return f"rank {', '.join(map(str, ranks)) or 'none'} (trainer {name!r})"
 
     def first_trainers(self) -> dict[int, str]:
         """Returns the trainers that compute dp rank 0's work item, by global rank in the order of tp and pp ranks."""
@@ -242,13 +241,7 @@ class Work(ABC):
         They get new epochs, and must be fenced on the servers before they can be leased again.
         """
 
-    def finish_items(
-        self,
-        member: Member,
-        step: Step,
-        finished: Sequence[FinishedWork],
-        written_buffers: Mapping[int, dict[tuple[int, int], int]],
-    ) -> bool:
+    def finish_items(self, member: Member, step: Step, finished: Sequence[FinishedWork]) -> bool:
         """Marks what a trainer has finished in a step. Returns True if these were the last ones."""
         now = self._clock()
         for item in (work.item for work in finished):
@@ -262,7 +255,7 @@ class Work(ABC):
             if loser is not None:
                 loser.note_behind(True)
             self._changes.touch()
-        are_last = step.finish(finished, now, written_buffers, trainer=member.name)
+        are_last = step.finish(finished, now, trainer=member.name)
         if step.unfenced:  # items were restarted: see Note: [Sums of items]
             self._changes.touch()
             self._changes.changed.notify()
