@@ -15,7 +15,7 @@ from shardwell.processes.local_cluster import write_key
 from shardwell.session.session import sessions_at
 from shardwell_server.in_process import InProcessServers
 from shardwell_wire.errors import UsageError
-from shardwell_wire.host.temporary_folder import temporary_folder
+from shardwell_wire.host.server_folders import temporary_folder
 from shardwell_wire.security.credentials import new_key
 
 __all__ = ["in_process_cluster"]

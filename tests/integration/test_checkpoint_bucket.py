@@ -13,11 +13,10 @@ import s3fs
 import shardwell
 from shardwell.command.cli import main
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.format import FilePlan, Piece
+from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece
 from shardwell_wire.checkpoints.opening import check_writable, open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.checkpoints.storage import SPOOL_VARIABLE
-from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,

@@ -14,7 +14,7 @@ import pytest
 import shardwell
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.manifest import FileRecord
+from shardwell_wire.checkpoints.format import FileRecord
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.connection.protocol_versions import own_versions

@@ -21,7 +21,8 @@ from shardwell_server.shard.state import taking_up
 from shardwell_server.shard.unit import portable_state
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
+from shardwell_wire.checkpoints.format import FileRecord
+from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import CorruptDataError, NotFoundError, StaleEpochError, StepStateError

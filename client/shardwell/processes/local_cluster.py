@@ -20,9 +20,8 @@ from shardwell.find_credentials import PublishedCredentials
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.opening import ROOT_VARIABLE
 from shardwell_wire.errors import UnavailableError, UsageError
-from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, remove_folders
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, TemporaryFolder, remove_folders
 from shardwell_wire.host.shared_memory import open_file, opened
-from shardwell_wire.host.temporary_folder import TemporaryFolder
 from shardwell_wire.security.credentials import Credentials, new_key
 from shardwell_wire.security.tls import Tls, TlsOptions
 from shardwell_wire.security.tokens import ClusterKey

@@ -18,16 +18,14 @@ from shardwell.weights.checkpoint_reader import CheckpointReader
 from shardwell.weights.dcp import DcpReader, EntryPath, write_dcp
 from shardwell.weights.weight_files import listed, memory_of
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.format import VALUES, FilePlan, Part, Piece, PieceKind
+from shardwell_wire.checkpoints.format import VALUES, CheckpointFileWriter, FilePlan, FileRecord, Part, Piece, PieceKind
 from shardwell_wire.checkpoints.manifest import (
     RESIDUAL_RANKS,
-    FileRecord,
     Manifest,
     message_from_dict,
     message_to_dict,
 )
 from shardwell_wire.checkpoints.opening import open_storage
-from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter
 from shardwell_wire.model.optimizers import NO_GROUP, OPTIMIZERS, StateShape, StateTensor

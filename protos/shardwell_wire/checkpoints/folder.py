@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote, unquote
 
-from shardwell_wire.checkpoints.format import checksum_of
-from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, FileRecord, Manifest
+from shardwell_wire.checkpoints.format import FileRecord, checksum_of
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import (
     Checkpoint,

@@ -1,11 +1,11 @@
-"""The files of a checkpoint: which tensors a file contains, and where.
+"""The files of a checkpoint: which tensors a file contains and where, how it is written, and how its header is parsed.
 
 A safetensors file consists of the length of the header (8 bytes, little-endian), the header (JSON: name to dtype, shape
 and half-open byte range after the header), and the bytes of the tensors in C order, without holes.
 (https://github.com/huggingface/safetensors, "Format".)
 
 Each shard server writes one such file for its shards. The header's metadata has one entry, ``shardwell``, which
-contains the checksum of every tensor. The header is written last.
+contains the checksum of every tensor. The tensors are written in any order, and the header last.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 from urllib.parse import quote, unquote
 
 import xxhash
 
+from shardwell_wire.checkpoints.storage import OutputFile, Storage
 from shardwell_wire.errors import CapacityError, CorruptDataError
 from shardwell_wire.model.layout import ITEM_SIZES, MAX_DIMS
+from shardwell_wire.model.names import check_id
 
 LENGTH_BYTES = 8
 """Size of the header's length at the start of a file."""
@@ -217,8 +220,11 @@ def residual_state(dp_rank: int, pp_rank: int | None) -> str:
 PieceKind = Literal["elements", "whole", "number"]
 
 _METADATA_KEY = "shardwell"
-_NO_CHECKSUM = "0" * 16
-_CHECKSUM = re.compile(r"[0-9a-f]{16}")
+CHECKSUM = re.compile(r"[0-9a-f]{16}")
+"""An XXH3-64 as text."""
+NO_CHECKSUM = "0" * 16
+"""Stands for a checksum that is not known yet."""
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
 _NAME = re.compile(r"(?P<parameter>.+)\|(?P<state>[^|]+)\|(?P<start>\d{1,18}):(?P<stop>\d{1,18})", re.DOTALL)
 _FILE_DTYPES = {dtype: stored for stored, (dtype, _) in SAFETENSORS_DTYPES.items() if dtype in ITEM_SIZES}
 """The file format's names of dtypes, by torch's. complex128 is stored as F64 with a last dim of 2."""
@@ -349,7 +355,7 @@ class FilePlan:
             "run_id": self.run_id,
             "step": self.step,
             "averages_begun": self.averages_begun,
-            "checksums": {piece.name: checksums.get(piece.name, _NO_CHECKSUM) for piece in self.pieces},
+            "checksums": {piece.name: checksums.get(piece.name, NO_CHECKSUM) for piece in self.pieces},
             "kinds": {piece.name: piece.kind for piece in self.pieces if piece.kind != "elements"},
             "dtypes": {piece.name: piece.dtype for piece in self.pieces if piece.dtype == "complex128"},
             "parts": [[part.parameter, part.start, part.stop, part.algorithm, part.step_count] for part in self.parts],
@@ -357,6 +363,126 @@ class FilePlan:
         }
         tensors = {piece.name: piece._as_stored() for piece in self.pieces}
         return make_header(tensors, {_METADATA_KEY: json.dumps(facts, separators=(",", ":"), ensure_ascii=False)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint. The checksum covers the header, which contains the checksums of all tensors."""
+
+    name: str
+    """File name in the checkpoint's folder."""
+    server_id: str
+    """Shard server that wrote the file, or ``trainer-EPOCH``."""
+    size_bytes: int
+    header_bytes: int
+    """Size of the header with its length, at the start of the file."""
+    header_xxh3_64: str
+    """XXH3-64 of these bytes as 16 hexadecimal digits."""
+
+    def __post_init__(self) -> None:
+        if not _FILE_NAME.fullmatch(self.name) or len(self.name) > 255:
+            raise ValueError(f"file name {self.name[:100]!r}: expected letters, digits, '.', '_', ':', '-'")
+        check_id("server_id", self.server_id)
+        if not 8 < require_count(self.header_bytes, "header_bytes") <= require_count(self.size_bytes, "size_bytes"):
+            raise ValueError(f"file {self.name!r} has {self.size_bytes} bytes, its header {self.header_bytes}")
+        if not isinstance(self.header_xxh3_64, str) or not CHECKSUM.fullmatch(self.header_xxh3_64):
+            raise ValueError(f"file {self.name!r} has checksum {str(self.header_xxh3_64)[:50]!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> FileRecord:
+        """Returns the record of a JSON object. Raises ValueError, TypeError or InvalidRequestError."""
+        return cls(**content)
+
+
+class CheckpointFileWriter:
+    """Writes the tensors of a file as they become available. Methods may be called from any thread.
+
+    Args:
+        storage: The checkpoint's folder.
+        server_id: Shard server or trainer that writes the file.
+        plan: The tensors.
+        name: Name of the file. Empty: that of a shard server's file.
+
+    Raises:
+        ShardwellError: See ``Storage``.
+    """
+
+    def __init__(self, storage: Storage, server_id: str, plan: FilePlan, *, name: str = "") -> None:
+        self.name = name or file_name(server_id)
+        self.plan, self._server_id = plan, server_id
+        self._unfinished: dict[str, tuple[int, Any]] = {}
+        """Bytes and hash so far of pieces that are written in parts, by name."""
+        self._checksums: dict[str, str] = {}
+        self._written_bytes = 0
+        self._counting = threading.Lock()
+        self._file: OutputFile = storage.create(self.name, plan.size_bytes)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of tensors that were written."""
+        return self._written_bytes
+
+    def write(self, piece: Piece, data: Any) -> None:
+        """Writes a whole tensor.
+
+        Args:
+            piece: A piece of the plan.
+            data: Its bytes, as any contiguous buffer.
+
+        Raises:
+            ShardwellError: See ``Storage``.
+        """
+        view = memoryview(data).cast("B") if piece.size_bytes else memoryview(b"")
+        assert view.nbytes == piece.size_bytes, f"{piece.name!r}: {view.nbytes} bytes, expected {piece.size_bytes}"
+        self.write_part(piece, view)
+
+    def write_part(self, piece: Piece, data: Any) -> None:
+        """Writes the next bytes of a tensor. The parts of one tensor come in order, one call at a time."""
+        view, name = memoryview(data).cast("B"), piece.name
+        done, hasher = self._unfinished.pop(name, None) or (0, xxhash.xxh3_64())
+        assert name not in self._checksums, f"{name!r} was written twice"
+        assert done + view.nbytes <= piece.size_bytes, f"{name!r}: too many bytes"
+        self._file.write(view, self.plan.offsets[name] + done)
+        hasher.update(view)
+        done += view.nbytes
+        if done < piece.size_bytes:
+            self._unfinished[name] = done, hasher
+        else:
+            self._checksums[name] = hasher.hexdigest()
+        with self._counting:
+            self._written_bytes += view.nbytes
+
+    def finish(self) -> FileRecord:
+        """Writes the header and makes the file durable.
+
+        Raises:
+            ShardwellError: See ``Storage``.
+        """
+        missing = [piece.name for piece in self.plan.pieces if piece.name not in self._checksums]
+        assert not missing, f"{len(missing)} tensors were not written, such as {missing[0]!r}"
+        header = self.plan.header(self._checksums)
+        self._file.write(header, 0)
+        self._file.finish()
+        return FileRecord(
+            name=self.name,
+            server_id=self._server_id,
+            size_bytes=self.plan.size_bytes,
+            header_bytes=len(header),
+            header_xxh3_64=checksum_of(header),
+        )
+
+    def abort(self) -> None:
+        """Removes the file. Never raises. Harmless to repeat, and after ``finish``."""
+        self._file.abort()
+
+
+def file_name(server_id: str) -> str:
+    """Returns the name of a shard server's file."""
+    return f"shards-{server_id}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +554,7 @@ def _placed(name: str, entry: HeaderEntry, facts: Mapping[str, Any]) -> PlacedPi
         found["parameter"], unquote(found["state"]), int(found["start"]), int(found["stop"]), dtype, shape, kind
     )
     checksum = facts["checksums"][name]
-    if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+    if not isinstance(checksum, str) or not CHECKSUM.fullmatch(checksum):
         raise ValueError(f"tensor {name!r} has checksum {str(checksum)[:50]!r}, expected 16 hexadecimal digits")
     return PlacedPiece(piece, entry.start_bytes, checksum)
 

@@ -9,12 +9,21 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf import json_format
 
-from shardwell_wire.checkpoints.format import FORMAT_VERSION, checksum_of, parse_json, require_count, require_readable
+from shardwell_wire.checkpoints.format import (
+    CHECKSUM,
+    FORMAT_VERSION,
+    NO_CHECKSUM,
+    FileRecord,
+    checksum_of,
+    parse_json,
+    require_count,
+    require_readable,
+)
 from shardwell_wire.errors import CorruptDataError, ShardwellError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import check_id, check_name
@@ -41,45 +50,9 @@ ITEM_NUMBERS = "item_numbers"
 integers."""
 
 _FORMAT = "shardwell-checkpoint"
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*\.safetensors")
 _CHECKPOINT_ID = re.compile(r"[A-Za-z0-9]{1,64}")
-_CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _CHECKSUM_KEY = "xxh3_64"
 """The last key of a manifest: the XXH3-64 of its bytes with zeros in place of these 16 digits."""
-_NO_CHECKSUM = "0" * 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """One file of a checkpoint. The checksum covers the header, which contains the checksums of all tensors."""
-
-    name: str
-    """File name in the checkpoint's folder."""
-    server_id: str
-    """Shard server that wrote the file, or ``trainer-EPOCH``."""
-    size_bytes: int
-    header_bytes: int
-    """Size of the header with its length, at the start of the file."""
-    header_xxh3_64: str
-    """XXH3-64 of these bytes as 16 hexadecimal digits."""
-
-    def __post_init__(self) -> None:
-        if not _FILE_NAME.fullmatch(self.name) or len(self.name) > 255:
-            raise ValueError(f"file name {self.name[:100]!r}: expected letters, digits, '.', '_', ':', '-'")
-        check_id("server_id", self.server_id)
-        if not 8 < require_count(self.header_bytes, "header_bytes") <= require_count(self.size_bytes, "size_bytes"):
-            raise ValueError(f"file {self.name!r} has {self.size_bytes} bytes, its header {self.header_bytes}")
-        if not isinstance(self.header_xxh3_64, str) or not _CHECKSUM.fullmatch(self.header_xxh3_64):
-            raise ValueError(f"file {self.name!r} has checksum {str(self.header_xxh3_64)[:50]!r}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> FileRecord:
-        """Returns the record of a JSON object. Raises ValueError, TypeError or InvalidRequestError."""
-        return cls(**content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +146,10 @@ class Manifest:
             "units": [message_to_dict(unit.to_proto()) for unit in self.units],
             "files": [file.to_dict() for file in self.files],
             "extra": dict(self.extra),
-            _CHECKSUM_KEY: _NO_CHECKSUM,
+            _CHECKSUM_KEY: NO_CHECKSUM,
         }
         data = (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-        return _with_checksum(data, _NO_CHECKSUM, checksum_of(data))
+        return _with_checksum(data, NO_CHECKSUM, checksum_of(data))
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -230,9 +203,9 @@ def _parsed(data: bytes, where: str) -> dict[str, Any]:
             problem = f"its format is not {_FORMAT!r}"
         elif isinstance(version, int) and version > FORMAT_VERSION:
             return content  # it may have no such checksum
-        elif not _CHECKSUM.fullmatch(expected):
+        elif not CHECKSUM.fullmatch(expected):
             problem = f"{_CHECKSUM_KEY!r} is missing"
-        elif checksum_of(_with_checksum(data, expected, _NO_CHECKSUM)) != expected:
+        elif checksum_of(_with_checksum(data, expected, NO_CHECKSUM)) != expected:
             problem = "its checksum differs from the one that it contains"
         else:
             return content

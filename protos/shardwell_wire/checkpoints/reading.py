@@ -26,13 +26,14 @@ from shardwell_wire.checkpoints.format import (
     MAX_HEADER_BYTES,
     VALUES,
     FileIndex,
+    FileRecord,
     Part,
     Piece,
     PlacedPiece,
     checksum_of,
     header_size,
 )
-from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UnitMismatchError

@@ -1,9 +1,10 @@
-"""Folders of shard servers in shared memory: how a server finds its own again, and when one is removed.
+"""Folders of servers: how a shard server finds its own in shared memory again, temporary ones, and when one is removed.
 
 A running server holds the lock of its folder, and the kernel releases the lock of a process that has ended. The folder
 of a server with an owner file may contain shards. A new process of the same server takes the folder up. Other processes
 remove it only if no such process is expected: its supervisor has ended, it contains no shard, or nothing changed for a
-day. Identities of processes, such as ``own_identity``, tell other processes of the host that one has ended.
+day. The temporary folder of a process that was killed is removed when the next one is made. Identities of processes,
+such as ``own_identity``, tell other processes of the host that one has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,11 @@ RECORD_SUFFIX = ".shard"
 KEPT_S = 24 * 3600.0
 """Seconds after its last change when the folder of a server that has ended is removed although it contains shards."""
 
+TEMPORARY_PREFIX = "shardwell_tmp-"
+"""Prefix of the names of temporary folders."""
+
 _LOCK, _OWNER = "lock", "owner.json"
+_TEMPORARY_LOCK = ".shardwell_lock"
 _UNFINISHED_SUFFIX = ".new"
 
 _PROC = Path("/proc")
@@ -224,15 +229,60 @@ def _read_owner(folder: int) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _lock(folder: int, *, create: bool = False) -> int:
-    """Locks a folder; returns the descriptor that holds the lock. Raises OSError if the lock is taken."""
-    held = open_file(_LOCK, create=create, folder=folder)
+def _lock(folder: int, name: str = _LOCK, *, create: bool = False) -> int:
+    """Locks a file of a folder; returns the descriptor that holds the lock. Raises OSError if the lock is taken."""
+    held = open_file(name, write=True, create=create, folder=folder)  # network file systems lock only writable files
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(held)
         raise
     return held
+
+
+class TemporaryFolder:
+    """A new folder that only this user can enter, in the temporary directory of the environment.
+
+    The process holds a lock on a file in its folder. The kernel releases the lock when the process ends for any reason.
+    The next process of the same user that creates such a folder in the same directory then removes the old one.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self) -> None:
+        directory = Path(tempfile.gettempdir())
+        remove_temporary_folders()
+        # The folder gets its final name, which remove_temporary_folders() looks for, only once it is locked.
+        made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY_PREFIX}", dir=directory))
+        with opened(open_folder(made)) as folder:
+            self._lock = _lock(folder, _TEMPORARY_LOCK, create=True)
+        self.path = made.rename(directory / made.name.removeprefix("."))
+
+    def remove(self) -> None:
+        """Removes the folder and its contents. May be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields the path of a ``TemporaryFolder``, which is removed at the end of the block."""
+    made = TemporaryFolder()
+    try:
+        yield made.path
+    finally:
+        made.remove()
+
+
+def remove_temporary_folders() -> None:
+    """Removes the temporary folders of processes that ended without removing them."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY_PREFIX}*"):
+        # Skips folders that are in use, belong to another user, or are being removed by another process.
+        with suppress(OSError), opened(open_folder(path)) as folder, opened(_lock(folder, _TEMPORARY_LOCK)):
+            shutil.rmtree(path)
 
 
 def own_identity() -> str:

@@ -300,11 +300,7 @@ class UnitLayout:
             starts.append(position)
             position = align(position + parameter.size_bytes, alignment)
         if position > MAX_UNIT_BYTES:
-            raise InvalidRequestError(
-                f"unit {self.unit!r} has {position} bytes, more than the limit of {MAX_UNIT_BYTES}: "
-                "wrap smaller modules",
-                unit=self.unit,
-            )
+            raise self._invalid(f"has {position} bytes, more than the limit of {MAX_UNIT_BYTES}: wrap smaller modules")
         object.__setattr__(self, "starts", tuple(starts))
         object.__setattr__(self, "size_bytes", position)
 
@@ -312,33 +308,18 @@ class UnitLayout:
         if not self.unit:
             raise InvalidRequestError("the unit has no name: set UnitSpec.name")
         if self.placement not in PLACEMENT_NUMBERS:
-            raise InvalidRequestError(
-                f"unit {self.unit!r} has placement {self.placement!r}: expected one of {', '.join(PLACEMENT_NUMBERS)}",
-                unit=self.unit,
-            )
+            raise self._invalid(f"has placement {self.placement!r}: expected one of {', '.join(PLACEMENT_NUMBERS)}")
         if self.kind not in KIND_NUMBERS:
-            raise InvalidRequestError(
-                f"unit {self.unit!r} has kind {self.kind!r}: expected one of {', '.join(KIND_NUMBERS)}", unit=self.unit
-            )
+            raise self._invalid(f"has kind {self.kind!r}: expected one of {', '.join(KIND_NUMBERS)}")
         if len(self.parameters) > MAX_UNIT_PARAMETERS:
-            raise InvalidRequestError(
-                f"unit {self.unit!r} has {len(self.parameters)} parameters, more than {MAX_UNIT_PARAMETERS}",
-                unit=self.unit,
-            )
+            raise self._invalid(f"has {len(self.parameters)} parameters, more than {MAX_UNIT_PARAMETERS}")
         if not self.pp_ranks or list(self.pp_ranks) != sorted(set(self.pp_ranks)):
-            raise InvalidRequestError(
-                f"unit {self.unit!r} has pp_ranks {list(self.pp_ranks)}: expected strictly rising ranks", unit=self.unit
-            )
+            raise self._invalid(f"has pp_ranks {list(self.pp_ranks)}: expected strictly rising ranks")
         if self.holds_buffers and len(self.pp_ranks) > 1:
-            raise InvalidRequestError(
-                f"unit {self.unit!r} of buffers has pp_ranks {list(self.pp_ranks)}: expected one", unit=self.unit
-            )
+            raise self._invalid(f"of buffers has pp_ranks {list(self.pp_ranks)}: expected one")
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
-            raise InvalidRequestError(
-                f"unit {self.unit!r} has two parameters with the same name, or a parameter without a name",
-                unit=self.unit,
-            )
+            raise self._invalid("has two parameters with the same name, or a parameter without a name")
         dtypes = ITEM_SIZES if self.holds_buffers else PARAMETER_ITEM_SIZES
         for parameter in self.parameters:
             if parameter.dtype not in dtypes:
@@ -353,6 +334,9 @@ class UnitLayout:
                     parameter=parameter.name,
                 )
             self._validate_part(parameter)
+
+    def _invalid(self, problem: str) -> InvalidRequestError:
+        return InvalidRequestError(f"unit {self.unit!r} {problem}", unit=self.unit)
 
     def _validate_part(self, parameter: Parameter) -> None:
         if not (parameter.offsets or parameter.whole_shape):

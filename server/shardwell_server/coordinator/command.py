@@ -17,7 +17,7 @@ from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.server_options import add_common_options, add_option, parse_size
-from shardwell_wire.host.temporary_folder import temporary_folder
+from shardwell_wire.host.server_folders import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.manifest import FileRecord
+from shardwell_wire.checkpoints.format import FileRecord
 from shardwell_wire.errors import ConflictError, InvalidRequestError, ShardwellError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 

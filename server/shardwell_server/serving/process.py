@@ -35,8 +35,7 @@ from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.limits import RequestLimits, grpc_port
 from shardwell_server.serving.rpc import add_service, unary_rpcs
 from shardwell_wire.connection.channel import SERVER_OPTIONS, open_channel
-from shardwell_wire.host import temporary_folder
-from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, remove_remains
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, remove_remains, remove_temporary_folders
 from shardwell_wire.model.names import is_host
 from shardwell_wire.security.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
 from shardwell_wire.security.tls import Tls, add_tls_arguments, tls_options, tls_problem
@@ -281,7 +280,7 @@ def _remove_leftovers() -> None:
     with suppress(OSError):
         remove_remains(directory)
     with suppress(OSError):
-        temporary_folder.remove_remains()
+        remove_temporary_folders()
 
 
 def _allow_many_files() -> None:

@@ -23,7 +23,6 @@ from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, rea
 from shardwell_wire.security.tls import (
     CERT_VARIABLE,
     ENCRYPT_CHOICES,
-    ENCRYPT_VARIABLE,
     KEY_VARIABLE,
     Encryption,
     Tls,
@@ -33,7 +32,7 @@ from shardwell_wire.security.tls import (
 
 logger = logging.getLogger(__name__)
 
-_REQUIRE_VARIABLE, _INSECURE_VARIABLE = "SHARDWELL_TLS_REQUIRE_CLIENT_CERT", "SHARDWELL_INSECURE"
+_INSECURE_VARIABLE = "SHARDWELL_INSECURE"
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS.update({"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40})
@@ -133,27 +132,16 @@ def add_common_options(parser: argparse.ArgumentParser, *, listen: str) -> None:
 
 def _add_tls_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of TLS."""
-    env = os.environ.get
     add_tls_arguments(parser)
-    parser.add_argument(
-        "--tls-require-client-cert",
-        action=argparse.BooleanOptionalAction,
-        default=env(_REQUIRE_VARIABLE, "") == "1",
-        help=f"accept only clients with a certificate of --tls-ca (mutual TLS; {_REQUIRE_VARIABLE}=1)",
-    )
-    parser.add_argument(
+    add_switch(parser, "--tls-require-client-cert", "mutual TLS: accept only clients with a certificate of --tls-ca")
+    add_option(
+        parser,
         "--encrypt",
+        "with TLS: connections of the socket transport that are encrypted; rpcs always are",
+        Encryption.OFF_HOST.text,
         choices=ENCRYPT_CHOICES,
-        default=env(ENCRYPT_VARIABLE, Encryption.OFF_HOST.text),
-        help=f"with TLS: connections of the socket transport that are encrypted; rpcs always are ({ENCRYPT_VARIABLE}, "
-        "default %(default)s)",
     )
-    parser.add_argument(
-        "--insecure",
-        action=argparse.BooleanOptionalAction,
-        default=env(_INSECURE_VARIABLE, "") == "1",
-        help=f"listen on a network although TLS or the token is missing ({_INSECURE_VARIABLE}=1)",
-    )
+    add_switch(parser, "--insecure", "listen on a network although TLS or the token is missing")
 
 
 def _parse_names(text: str) -> str:

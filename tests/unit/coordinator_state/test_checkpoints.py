@@ -22,12 +22,11 @@ from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire.checkpoints import opening
 from shardwell_wire.checkpoints.folder import RunFolder
-from shardwell_wire.checkpoints.format import FilePlan, Piece
+from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
 from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import read_manifest
 from shardwell_wire.checkpoints.storage import Storage
-from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2

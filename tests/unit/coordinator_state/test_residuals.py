@@ -8,7 +8,8 @@ import pytest
 
 from shardwell_server.coordinator.checkpoints.saving import usable_files
 from shardwell_server.coordinator.run_checkpoints import ResidualReport, ResidualReports
-from shardwell_wire.checkpoints.manifest import FileRecord, Manifest
+from shardwell_wire.checkpoints.format import FileRecord
+from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.storage import LocalStorage
 from shardwell_wire.errors import StepStateError
 from shardwell_wire.model.topology import World

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire.host.temporary_folder import PREFIX, TemporaryFolder, temporary_folder
+from shardwell_wire.host.server_folders import TEMPORARY_PREFIX, TemporaryFolder, temporary_folder
 
 HOLD = """
 import sys
-from shardwell_wire.host.temporary_folder import TemporaryFolder
+from shardwell_wire.host.server_folders import TemporaryFolder
 made = TemporaryFolder()
 (made.path / "state").mkdir()
 print(made.path, flush=True)
@@ -31,7 +31,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_process_removes_its_folder(directory: Path) -> None:
     with temporary_folder() as first, temporary_folder() as second:
         assert first != second and first.is_dir() and second.is_dir()
-        assert all(path.name.startswith(PREFIX) and path.stat().st_mode & 0o077 == 0 for path in (first, second))
+        assert all(
+            path.name.startswith(TEMPORARY_PREFIX) and path.stat().st_mode & 0o077 == 0 for path in (first, second)
+        )
     assert not list(directory.iterdir())
 
 
@@ -51,11 +53,11 @@ def test_next_process_removes_folder_of_killed_process(directory: Path) -> None:
 
 
 def test_folders_without_a_lock_file_stay(directory: Path) -> None:
-    notes = directory / f"{PREFIX}notes"
+    notes = directory / f"{TEMPORARY_PREFIX}notes"
     notes.mkdir(mode=0o700)
-    link = directory / f"{PREFIX}link"
+    link = directory / f"{TEMPORARY_PREFIX}link"
     link.symlink_to(notes)
-    (directory / f"{PREFIX}file").touch()
+    (directory / f"{TEMPORARY_PREFIX}file").touch()
     with temporary_folder():
         pass
-    assert sorted(path.name.removeprefix(PREFIX) for path in directory.iterdir()) == ["file", "link", "notes"]
+    assert sorted(path.name.removeprefix(TEMPORARY_PREFIX) for path in directory.iterdir()) == ["file", "link", "notes"]

@@ -29,12 +29,12 @@ from shardwell_server.coordinator.steps.work import AsynchronousWork
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_server.optimizer_checks import algorithm_of
 from shardwell_wire.checkpoints.folder import RunFolder
+from shardwell_wire.checkpoints.format import FileRecord
 from shardwell_wire.checkpoints.manifest import (
     CONSISTENCY,
     ITEM_NUMBERS,
     REDUCTION_GROUPS,
     RESIDUAL_RANKS,
-    FileRecord,
     Manifest,
     message_from_dict,
     message_to_dict,

@@ -36,8 +36,8 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder, checkpoint_folder
-from shardwell_wire.checkpoints.format import residual_state
-from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, FileRecord, Manifest
+from shardwell_wire.checkpoints.format import FileRecord, residual_state
+from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
 from shardwell_wire.checkpoints.opening import check_writable
 from shardwell_wire.checkpoints.reading import read_index, read_manifest
 from shardwell_wire.checkpoints.storage import Storage

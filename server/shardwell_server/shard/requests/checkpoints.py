@@ -35,7 +35,6 @@ from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.format import FilePlan, Piece
 from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import Checkpoint
-from shardwell_wire.checkpoints.writing import CheckpointFileWriter
 from shardwell_wire.errors import (
     CorruptDataError,
     InternalError,
