@@ -24,7 +24,7 @@ from shardwell.grid.replica import form_node_group
 from shardwell.membership.membership import Membership
 from shardwell.module.flat_vector import FlatVector
 from shardwell.module.parameter_store import InitialValues
-from shardwell.options import ADAPTIVE, JoinConfig, TransferOptions
+from shardwell.options import JoinConfig, TransferOptions
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.step.step_state import FinishedStep, StepState
 from shardwell.store.item_pushes import ItemPushes
@@ -32,9 +32,9 @@ from shardwell.store.module_buffers import RemoteBuffers
 from shardwell.store.residuals import CheckpointResiduals
 from shardwell.store.run_servers import ShardServers
 from shardwell.store.run_units import MovableUnits, ShardMappings, UnitDeclarations, UnitMoves
-from shardwell.store.sums import AdaptiveRoute, FixedRoute, GradientGroups, GradientRoutes, ItemSums
+from shardwell.store.sums import ItemSums
 from shardwell.transport.partition_transfers import PartitionSegment
-from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL
+from shardwell.transport.route_stats import DIRECT
 from shardwell.transport.shared_vector import SharedVector, WrittenPages
 from shardwell_wire.encoding import wire_dtypes
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UsageError, VersionGoneError
@@ -101,33 +101,12 @@ class RunStore:
         self._node = NodeGathers(group, self._fetches) if group is not None else None
         """Gathers units together with the other trainers of the node, if ``node_group`` is set."""
         if config.transfers.gradient_reduction != DIRECT:
-            self.gradients.sums = ItemSums(membership, state, self._form_routes(background))
-
-    def _form_routes(self, pushes: Pushes) -> GradientRoutes:
-        """Connects this trainer with those with which it adds gradients."""
-        reduction = self._config.transfers.gradient_reduction
-        groups = GradientGroups(self._membership, self._config, pushes)
-        uses_tls = self._membership.credentials.tls is not None
-        if uses_tls and reduction == ALLREDUCE:
-            raise UsageError(
-                f"gradient_reduction={ALLREDUCE!r} in a cluster with TLS: the connections between trainers are not "
-                f"encrypted. Use {HIERARCHICAL!r} or {DIRECT!r}"
-            )
-        formed = {
-            HIERARCHICAL: groups.form_on_host() if reduction in (HIERARCHICAL, ADAPTIVE) else None,
-            ALLREDUCE: groups.form_across_hosts() if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls else None,
-        }
-        rule = (
-            AdaptiveRoute(groups.order, groups.owners, across_hosts=not uses_tls)
-            if reduction == ADAPTIVE
-            else FixedRoute(reduction)
-        )
-        return GradientRoutes(rule, {route: group for route, group in formed.items() if group is not None})
+            self.gradients.sums = ItemSums(membership, state, config, background)
 
     @property
     def routes(self) -> dict[str, dict[str, str]]:
-        """Route and reason of each unit whose gradient was pushed; see ``GradientRoutes.describe``."""
-        return self.gradients.sums.routes.describe() if self.gradients.sums is not None else {}
+        """Route and reason of each unit whose gradient was pushed; see ``ItemSums.describe``."""
+        return self.gradients.sums.describe() if self.gradients.sums is not None else {}
 
     @property
     def stats(self) -> dict[str, float]:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from shardwell.data_plane.push import Excuse, Pushes
 from shardwell.data_plane.shard import RemoteUnit
 from shardwell.grid.replica import CONNECT_LIMIT_S, RENDEZVOUS_LIMIT_S, NodeMembers, key_of, meet
 from shardwell.membership.membership import Membership
-from shardwell.options import JoinConfig
+from shardwell.options import ADAPTIVE, JoinConfig
 from shardwell.peers.gradient_sums import GradientSums
 from shardwell.peers.node_exchange import NodeExchange, SharedGradients
 from shardwell.peers.node_group import CONNECTED, MemberGoneError, Outcome
@@ -33,7 +33,7 @@ from shardwell.peers.peer_exchange import Listener, PeerAddress, PeerExchange
 from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
 from shardwell.transport.base import PartHeader
 from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES
-from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
+from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError, UsageError
 from shardwell_wire.model.sum_order import SumOrder
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -43,8 +43,7 @@ _PAUSE_S = 0.02
 """Pause between two questions for an address that another member publishes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankOwner:
+class RankOwner(NamedTuple):
     """The trainer that plays one logical data rank and no other."""
 
     dp_rank: int
@@ -217,27 +216,11 @@ SMALL_UNIT_BYTES = 256 << 10
 """Smaller units are pushed directly: messages and not bytes determine how long they take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The route of a unit."""
 
     route: str
     reason: str
-
-
-class FixedRoute:
-    """The same route for all units.
-
-    Args:
-        route: The route.
-    """
-
-    def __init__(self, route: str) -> None:
-        self._choice = Choice(route, f"gradient_reduction={route!r}")
-
-    def choose(self, unit: RemoteUnit) -> Choice:
-        """Returns the route of a unit."""
-        return self._choice
 
 
 class AdaptiveRoute:
@@ -296,51 +279,6 @@ def _largest_share(unit: RemoteUnit) -> float:
     return max(owned.values()) / unit.layout.size_bytes
 
 
-@dataclass(slots=True)
-class GradientRoutes:
-    """The route of each unit, and the groups that add gradients."""
-
-    rule: FixedRoute | AdaptiveRoute
-    groups: Mapping[str, GradientSums]
-    """The groups that could be formed, by route."""
-    choices: dict[int, tuple[str, Choice]] = field(default_factory=dict)
-    """Name of the unit and its choice, by the unit's index."""
-
-    def choose(self, unit: RemoteUnit) -> GradientSums | None:
-        """Returns the group that adds the gradients of a unit. None: this trainer pushes its own."""
-        _, choice = self.choices.get(unit.index) or self._note(unit, self.rule.choose(unit))
-        group = self.groups.get(choice.route)
-        return group if group is not None and group.active else None
-
-    def _note(self, unit: RemoteUnit, choice: Choice) -> tuple[str, Choice]:
-        self.choices[unit.index] = unit.layout.unit, choice
-        return self.choices[unit.index]
-
-    @property
-    def active(self) -> bool:
-        """False if this trainer pushes its own gradients for good."""
-        return any(group.active for group in self.groups.values())
-
-    def for_each(self, action: Callable[[GradientSums], None]) -> None:
-        """Calls a function with each group."""
-        for group in self.groups.values():
-            action(group)
-
-    def describe(self) -> dict[str, dict[str, str]]:
-        """Returns route and reason of each unit that has been pushed, by its name.
-
-        A route whose group this trainer has left, or could not form, is ``direct``.
-        """
-        found = {}
-        for name, choice in self.choices.values():
-            group = self.groups.get(choice.route)
-            if choice.route == DIRECT or (group is not None and group.active):
-                found[name] = {"route": choice.route, "reason": choice.reason}
-            else:
-                found[name] = {"route": DIRECT, "reason": f"no group of trainers for {choice.route}; {choice.reason}"}
-        return found
-
-
 class ItemSums:
     """Hands gradients to ``GradientSums`` if the other trainers of the group are expected to do the same.
 
@@ -349,26 +287,72 @@ class ItemSums:
     rank are added first.
 
     Args:
-        membership: The membership of this trainer.
+        membership: The membership of this trainer. The world has ``tp = pp = 1``.
         state: State of the step in flight.
-        routes: The routes of units, and the groups that add their gradients.
+        config: Options of the trainer.
+        pushes: Pushes gradients and sums.
+
+    Raises:
+        UsageError: The trainers of a cluster with TLS are to send each other gradients.
     """
 
-    def __init__(self, membership: Membership, state: StepState, routes: GradientRoutes) -> None:
-        self._membership, self._state, self.routes = membership, state, routes
+    def __init__(self, membership: Membership, state: StepState, config: JoinConfig, pushes: Pushes) -> None:
+        self._membership, self._state = membership, state
+        self._reduction = reduction = config.transfers.gradient_reduction
+        uses_tls = membership.credentials.tls is not None
+        if uses_tls and reduction == ALLREDUCE:
+            raise UsageError(
+                f"gradient_reduction={ALLREDUCE!r} in a cluster with TLS: the connections between trainers are not "
+                f"encrypted. Use {HIERARCHICAL!r} or {DIRECT!r}"
+            )
+        forming = GradientGroups(membership, config, pushes)
+        formed = {
+            HIERARCHICAL: forming.form_on_host() if reduction in (HIERARCHICAL, ADAPTIVE) else None,
+            ALLREDUCE: forming.form_across_hosts() if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls else None,
+        }
+        self._groups = {route: group for route, group in formed.items() if group is not None}
+        """The groups that could be formed, by route."""
+        self._adaptive = (
+            AdaptiveRoute(forming.order, forming.owners, across_hosts=not uses_tls) if reduction == ADAPTIVE else None
+        )
+        self._choices: dict[int, tuple[str, Choice]] = {}
+        """Name of the unit and its route, by the unit's index."""
         self._in_parts: set[int] = set()
         """Units that were pushed in several parts."""
 
     @property
     def active(self) -> bool:
         """False if this trainer pushes its own gradients for good."""
-        return self.routes.active
+        return any(group.active for group in self._groups.values())
 
     @property
     def node_summed_bytes(self) -> int:
         """Bytes of gradients of other trainers of this node that this trainer has added."""
-        node = self.routes.groups.get(HIERARCHICAL)
+        node = self._groups.get(HIERARCHICAL)
         return node.summed_bytes if node is not None else 0
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """Returns route and reason of each unit that has been pushed, by its name.
+
+        A route whose group this trainer has left, or could not form, is ``direct``.
+        """
+        found = {}
+        for name, choice in self._choices.values():
+            group = self._groups.get(choice.route)
+            if choice.route == DIRECT or (group is not None and group.active):
+                found[name] = {"route": choice.route, "reason": choice.reason}
+            else:
+                found[name] = {"route": DIRECT, "reason": f"no group of trainers for {choice.route}; {choice.reason}"}
+        return found
+
+    def _choose(self, unit: RemoteUnit) -> GradientSums | None:
+        """Returns the group that adds the gradients of a unit. None: this trainer pushes its own."""
+        if unit.index not in self._choices:
+            fixed = Choice(self._reduction, f"gradient_reduction={self._reduction!r}")
+            choice = fixed if self._adaptive is None else self._adaptive.choose(unit)
+            self._choices[unit.index] = unit.layout.unit, choice
+        group = self._groups.get(self._choices[unit.index][1].route)
+        return group if group is not None and group.active else None
 
     def allows_part(self, current: WorkItemState, unit: RemoteUnit) -> bool:
         """Called before a part is pushed; returns False if it must not be, because the item has to be restarted."""
@@ -401,7 +385,7 @@ class ItemSums:
             return False
         if header.part or header.dropped_indices or unit.index in self._in_parts or not _can_be_summed(unit, gradients):
             return False
-        if (group := self.routes.choose(unit)) is None:
+        if (group := self._choose(unit)) is None:
             return False
         if group.route == HIERARCHICAL and any(shard.server.copies_gradients for shard in unit.shards):
             return False  # gradients go to a server of this host through shared memory
@@ -425,23 +409,28 @@ class ItemSums:
 
     def finish_item(self) -> None:
         """Called when all gradients of a work item are pushed. The other trainers expect no more in this step."""
-        self.routes.for_each(lambda group: group.finish_version(self._state.number))
+        for group in self._groups.values():
+            group.finish_version(self._state.number)
 
     def skip(self) -> None:
         """Pushes own gradients for the rest of the step. The other trainers do not wait for this one."""
-        self.routes.for_each(lambda group: group.skip(self._state.number))
+        for group in self._groups.values():
+            group.skip(self._state.number)
 
     def abandon(self) -> None:
         """Drops the gradients in flight, whose attempts are over, and skips the rest of the step."""
-        self.routes.for_each(lambda group: group.abandon(self._state.number))
+        for group in self._groups.values():
+            group.abandon(self._state.number)
 
     def leave(self, reason: str) -> None:
         """Pushes own gradients from now on."""
-        self.routes.for_each(lambda group: group.leave(reason))
+        for group in self._groups.values():
+            group.leave(reason)
 
     def close(self) -> None:
         """See ``GradientSums.close``."""
-        self.routes.for_each(lambda group: group.close())
+        for group in self._groups.values():
+            group.close()
 
 
 def _can_be_summed(unit: RemoteUnit, gradients: Sequence[tuple[int, torch.Tensor]]) -> bool:
