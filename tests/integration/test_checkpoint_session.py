@@ -65,9 +65,9 @@ def test_a_checkpoint_contains_the_residuals_of_error_feedback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with small_run(cluster.address, run_name, steps=2, checkpoint_dir=str(tmp_path), transfers=FEEDBACK) as session:
-        feedback = session.store.pushes.feedback
+        feedback = session.store.gradients.feedback
         session.store.set_wire_dtypes(None, "int8")  # auto_wrap(memory=...) calls this with the session's dtypes
-        assert session.store.pushes.feedback is feedback, "the rounding errors are still there"
+        assert session.store.gradients.feedback is feedback, "the rounding errors are still there"
         url = session.save_checkpoint(wait=True)
     assert main(["verify", url]) == 0
     capsys.readouterr()

@@ -233,10 +233,10 @@ def test_a_stream_that_a_former_owner_sends_during_a_rollback_is_forgotten(clien
     store: Any = RunStore.__new__(RunStore)
     shard = SimpleNamespace(forget=client.kept.forget)
     store._units, store._rollback_count = {0: SimpleNamespace(shards=[shard])}, 0
-    store.gathers = SimpleNamespace(node=None)
+    store._node = None
     store._mappings = SimpleNamespace(start_over=lambda _: None)
     store._relocations = SimpleNamespace(refresh=lambda: None, settle=lambda: client.fetch(1))
-    store.pushes = SimpleNamespace(rejoin=lambda **_: None)
+    store.gradients = SimpleNamespace(rejoin=lambda **_: None)
     store._partition_updates = SimpleNamespace(drop_cache=lambda: None)
     store.rejoin(coordinator_pb2.JoinResponse(rollback_count=1), moved=False)
     assert not client.kept.shows(1)
