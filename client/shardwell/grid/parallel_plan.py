@@ -58,15 +58,15 @@ class PlanReport:
         return True
 
     def _plan(self) -> coordinator_pb2.ParallelPlan:
-        plans = [description.to_proto() for module, description in descriptions.items() if self._has(module)]
+        plans = [
+            description.to_proto()
+            for module, description in descriptions.items()
+            if any(self._units.locate(parameter) is not None for parameter in module.parameters())
+        ]
         models = {model.SerializeToString(deterministic=True): model for model in plans}
         plan = coordinator_pb2.ParallelPlan(models=[models[key] for key in sorted(models)])
         _shorten(plan)
         return plan
-
-    def _has(self, module: nn.Module) -> bool:
-        """True if the parameters of a module belong to this session."""
-        return any(self._units.locate(parameter) is not None for parameter in module.parameters())
 
 
 def _shorten(plan: coordinator_pb2.ParallelPlan) -> None:

@@ -246,7 +246,11 @@ def _reading(
     """Yields the version to read, and how to read a unit at this version; see ``read_values``."""
     settle(value for value in state.values() if isinstance(value, torch.Tensor))
     session = _session_of(state.values())
-    if session is None or not (newest or _nothing_keeps_version(session)):
+    # Servers may replace the version of the step at any time while an asynchronous trainer has no work item.
+    is_kept = session is None or (
+        not session.consistency.asynchronous or session.world.tp > 1 or bool(session.in_flight.state.items)
+    )
+    if session is None or (is_kept and not newest):
         version = None if session is None else session.step
         yield version, lambda unit: _of_step(unit, version, ema=ema)
     elif ema:
@@ -265,11 +269,6 @@ def _reading(
             ) as pinned,
         ):
             yield pinned.version, lambda unit: pinned.read(pinned.units[unit.name])
-
-
-def _nothing_keeps_version(session: Session) -> bool:
-    """True if servers may replace the version of the step at any time."""
-    return session.consistency.asynchronous and session.world.tp == 1 and not session.in_flight.state.items
 
 
 def _of_step(unit: Unit, step: int | None, *, ema: bool) -> torch.Tensor:

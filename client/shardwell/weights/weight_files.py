@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -137,11 +136,10 @@ class _Part:
         window = WINDOW_BYTES // max(self.dtype.itemsize, self.stored.dtype.itemsize)
         for first in range(start, stop, window):
             data = self.stored.read(self.box.runs(first, min(first + window, stop)))
-            yield data if self.stored.dtype == self.dtype else self._cast(data)
-
-    def _cast(self, data: bytes) -> bytes:
-        values = torch.frombuffer(bytearray(data), dtype=self.stored.dtype).to(self.dtype)
-        return values.view(torch.uint8).numpy().tobytes()
+            if self.stored.dtype != self.dtype:
+                values = torch.frombuffer(bytearray(data), dtype=self.stored.dtype).to(self.dtype)
+                data = values.view(torch.uint8).numpy().tobytes()
+            yield data
 
 
 @dataclass(frozen=True)
@@ -390,7 +388,9 @@ def write_safetensors(
         for name, contained in files.items():
             _write(stage / name, contained, values, {"format": "pt", **metadata})
         if len(files) > 1:
-            (stage / INDEX_NAME).write_text(json.dumps(_index(files), indent=2, sort_keys=True) + "\n")
+            weight_map = {name: file for file, contained in files.items() for name in contained}
+            index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": weight_map}
+            (stage / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return [folder / name for name in files]
 
 
@@ -464,11 +464,6 @@ def _cut(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> dict[str, dict[
     if count == 1:
         return {SINGLE_NAME: parts[0]}
     return {f"model-{number:05}-of-{count:05}.safetensors": part for number, part in enumerate(parts, 1)}
-
-
-def _index(files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    return {"metadata": {"total_size": sum(map(total_bytes, files.values()))}, "weight_map": weight_map}
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], values: Values, metadata: Mapping[str, str]) -> None:
