@@ -119,7 +119,7 @@ class Server:
                 batches.append(
                     shard_pb2.ReduceBatchRequest(run=RUN.name, run_id=RUN.run_id, transport_id=name, common=common)
                 )
-            buffer_id, buffer = session.open_gradient_buffer(shard)
+            buffer_id, buffer = session.open_gradient_buffer(shard, shard.gradient.quota)
             buffer.buffer.view(torch.float32).normal_()
             header = shard_pb2.ReduceScatterHeader(
                 unit=shard.unit,

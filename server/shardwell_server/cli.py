@@ -13,6 +13,7 @@ from shardwell_wire.errors import ShardwellError
 _COMMANDS = {
     "coordinator": ("shardwell_server.coordinator.command", "add_parser"),
     "shard": ("shardwell_server.shard.process.command", "add_parser"),
+    "relay": ("shardwell_server.shard.process.command", "add_relay_parser"),
     "discard": ("shardwell_server.shard.process.command", "add_discard_parser"),
     "health": ("shardwell_server.serving.process", "add_parser"),
     "certs": ("shardwell_server.certificates", "add_parser"),

@@ -154,16 +154,8 @@ class DeltaIncoming(Incoming):
     def _apply(self, deltas: shard_pb2.StreamDeltas) -> None:
         assert self._buffer is not None
         self._base.Clear()  # until all deltas are applied
-        position, received = 0, memory_at(self._buffer.data_ptr(), self.received_bytes)
-        for size_bytes in deltas.sizes_bytes:
-            value_deltas.apply(received[position : position + size_bytes], self._memory, self._what)
-            position += size_bytes
-        checksum = xxhash.xxh3_64_intdigest(self._memory)
-        if checksum != deltas.checksum:
-            raise CorruptDataError(
-                f"{self._what}: the deltas give a stream with checksum {checksum:#018x}, expected "
-                f"{deltas.checksum:#018x}"
-            )
+        received = memory_at(self._buffer.data_ptr(), self.received_bytes)
+        value_deltas.apply_all(deltas, received, self._memory, self._what)
 
 
 class KeptStream:

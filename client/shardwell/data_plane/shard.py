@@ -6,6 +6,7 @@ names the server that owns the shard now, and repeats a transfer that failed.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ import torch
 from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.fetch_targets import CastTarget, RangeTarget
 from shardwell.data_plane.gradient_parts import EncodedPart, FlatGradients, VectorPart
-from shardwell.data_plane.host_cache import CachedShard
+from shardwell.data_plane.host_copy import HostCopy
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
 from shardwell.memory.buffers import BufferPool
 from shardwell.transport.base import (
@@ -31,6 +32,7 @@ from shardwell.transport.base import (
     ShardRead,
     ignore,
 )
+from shardwell.transport.relay_connection import RelayLostError
 from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Resending
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
@@ -41,6 +43,8 @@ from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.model.names import RunIdentity
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class RemoteUnit:
     placement: int = 0
     """The run's placement when the shards were connected."""
     vector: SharedVector | None = None
-    """The flat vector in shared memory of servers or of the host cache, if all of it can be read in place."""
+    """The flat vector in shared memory of servers or of the relay, if all of it can be read in place."""
 
 
 class ShardOwner(Resending[ServerConnection]):
@@ -139,7 +143,7 @@ class ShardFetch(ShardRead):
         return self.from_server(nearly_done)
 
     def from_server(self, nearly_done: NearlyDone = ignore) -> int:
-        """Fetches the shard from its server, past the host cache."""
+        """Fetches the shard from its server, past the copy on this host."""
         remote, version, target, operation = self.remote, self.version, self.target, TRANSFER
         if self.shard.window is not None and not self.average:
             operation = SHARED_TRANSFER
@@ -315,8 +319,8 @@ class RemoteShard:
         self._kept = wire.kept_stream(self._what)
         self._cut = lru_cache(_CACHE_SIZE)(self._make_cut)
         """Returns parameters cut to the range, and the size of their stream. (indices, wire dtype)"""
-        self.cached: CachedShard | None = None
-        """The shard in the host cache, rounded to the gather dtype. Every fetch goes through the cache if it is set."""
+        self.cached: HostCopy | None = None
+        """A copy of the shard on this host, rounded to the gather dtype. Every fetch goes through it if it is set."""
 
     def forget(self) -> None:
         """Forgets the stream that is kept for deltas, because versions are going to be made again."""
@@ -384,7 +388,24 @@ class RemoteShard:
             except UnavailableError:
                 if self.cached is None or version is None:  # otherwise it has moved to another host
                     raise
-        return self.cached.ensure(version, partial(self._fetch_to_cache, version))
+        self.fetch_copy(self.cached, version)
+        return version
+
+    def fetch_copy(self, copy: HostCopy, version: int) -> None:
+        """Waits until the copy on this host has a version: from the relay, or fetched by this process."""
+        if copy.shows(version):
+            copy.count_hit()
+            return
+        if copy.relay is not None:
+            try:
+                self.owner.run(
+                    lambda _, wait_s: copy.await_relay(version, wait_s), until_s=time.monotonic() + self.wait_limit_s
+                )
+                return
+            except RelayLostError as error:
+                logger.info("unit %r is fetched by this trainer itself: %s", self.address.layout.unit, error)
+                copy.leave_relay()
+        copy.fetch(version, partial(self._fetch_to_copy, version))
 
     # ---- fetching ----
 
@@ -426,26 +447,27 @@ class RemoteShard:
         return ShardFetch(self, version, cast)
 
     def is_cached_in(self, wire_dtype: WireDtype) -> bool:
-        """Whether the host cache has values that are rounded to a dtype."""
+        """Whether the copy on this host has values that are rounded to a dtype."""
         return wire_dtype == self._wire.gather_dtype
 
     def read_cached(self, version: int, target: RangeTarget | CastTarget) -> int:
-        """Reads a version from the host cache, or fetches it into the cache; returns the version."""
-        assert self.cached is not None
-        fetch = partial(self._fetch_to_cache, version)
+        """Reads a version from the copy on this host, in which it is fetched if it is missing; returns the version."""
+        copy = self.cached
+        assert copy is not None
+        self.fetch_copy(copy, version)
         if isinstance(target, RangeTarget):
-            return self.cached.read(version, target.memory, fetch)
+            return copy.copy_to(version, target.memory)
         with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
-            fetched = self.cached.read(version, stored, fetch)
+            copy.copy_to(version, stored)
             target.deliver_stored(stored)
-        return fetched
+        return version
 
     def _range_target(self, wire_dtype: WireDtype, target: memoryview) -> RangeTarget:
         kept = self._kept if wire_dtype == self._wire.gather_dtype else None
         return RangeTarget(self._plans, wire_dtype, self.start_bytes, target, self._wire.encoded, kept)
 
-    def _fetch_to_cache(self, version: int, target: memoryview, former: int | None) -> int:
-        """Fetches a version into the host cache, which has the former version now, or an unknown one."""
+    def _fetch_to_copy(self, version: int, target: memoryview, former: int | None) -> int:
+        """Fetches a version into memory of this process, which has the former version now, or an unknown one."""
         in_cache = self._range_target(self._wire.gather_dtype, target)
         if self._wire.deltas is not None and self._kept is not None:
             in_cache.kept = DecodedStream(self._wire.deltas, self._what, former, in_cache.encode)

@@ -30,10 +30,10 @@ from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwell.data_plane.host_cache import HostFolder
 from shardwell.grid.replica_store import ReplicaStore
 from shardwell.membership.membership import START_AGAIN, Membership
 from shardwell.options import JoinConfig
+from shardwell.peers.host_folder import HostFolder
 from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
 from shardwell_wire.errors import (
     DeadlineError,

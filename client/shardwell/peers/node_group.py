@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, Store
 
-from shardwell.data_plane.host_cache import HostFolder, locked, polls, try_lock
+from shardwell.peers.host_folder import HostFolder, locked, polls, try_lock
 from shardwell.transport.shared_vector import map_shared
 from shardwell_wire.host.shared_memory import open_file
 from shardwell_wire.model.layout import ALIGNMENT_BYTES

@@ -27,6 +27,7 @@ from shardwell.module.parameter_store import InitialValues
 from shardwell.options import JoinConfig, TransferOptions
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.step.step_state import FinishedStep, StepState
+from shardwell.store.host_relay import HostRelay
 from shardwell.store.item_pushes import ItemPushes
 from shardwell.store.module_buffers import RemoteBuffers
 from shardwell.store.residuals import CheckpointResiduals
@@ -84,11 +85,13 @@ class RunStore:
         self._start_error_feedback()
         self._declarations = UnitDeclarations(membership, self._servers, config.waits.wait_limit_s)
         self._must_check_model = state.number > 0
-        self._mappings = ShardMappings(membership, config)
+        self._relay = HostRelay(membership, config)
+        self._mappings = ShardMappings(membership, config, self._relay, self._deltas)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
         self.buffers = RemoteBuffers(membership, self._declarations, self.gradients, self._mappings, self._buffer_wire)
         """Stores the run's buffers."""
         self._relocations = self._servers.relocations
+        self._relay.when_found = self._relocations.recheck
         moves = UnitMoves(
             self._servers,
             (
@@ -113,11 +116,11 @@ class RunStore:
         """Counts and bytes of gathers and pushes, and seconds that the training thread waited for them."""
         return {
             **self.traffic.as_dict(),
-            "received_bytes": self._servers.received_bytes,
-            "sent_bytes": self._servers.sent_bytes,
+            "received_bytes": self._servers.received_bytes + self._relay.counter.received_bytes,
+            "sent_bytes": self._servers.sent_bytes + self._relay.counter.sent_bytes,
             "corrupt_transfer_count": sum(self.corrupt_transfers.values()),
             **self._deltas.stats(),
-            "cache_hit_bytes": self._mappings.cache_hit_bytes,
+            "cache_hit_bytes": self._mappings.copies.hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
             "node_summed_bytes": self.gradients.sums.node_summed_bytes if self.gradients.sums is not None else 0,
         }
@@ -330,7 +333,7 @@ class RunStore:
 
     def fetches_in_place(self) -> bool:
         """See ``ParameterStore.fetches_in_place``."""
-        return self._mappings.cache is not None
+        return self._mappings.has_copies
 
     def await_version(self, unit_index: int) -> Callable[[], int]:
         """See ``ParameterStore.await_version``."""
@@ -426,7 +429,7 @@ class RunStore:
         rolled_back = joined.rollback_count != self._rollback_count
         if rolled_back:
             self._rollback_count = joined.rollback_count
-            self._mappings.start_over(joined.rollback_count)
+            self._relay.start_over(joined.rollback_count)
             self._relocations.refresh()
         try:
             self._relocations.settle()
@@ -483,7 +486,7 @@ class RunStore:
         self._background_pushes.close()
         self._partition_updates.close()
         self._servers.disconnect()
-        self._mappings.close()
+        self._relay.close()
         if self._node is not None:
             self._node.close()
         if self.gradients.sums is not None:

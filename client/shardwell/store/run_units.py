@@ -11,17 +11,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from shardwell.data_plane.host_cache import CacheKey, HostCache
+from shardwell.data_plane.host_copy import HostCopies, HostCopy
+from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.membership.membership import Lease, Membership
 from shardwell.module.parameter_store import InitialValues
 from shardwell.options import JoinConfig
+from shardwell.store.host_relay import HostRelay
 from shardwell.store.run_servers import ShardServers
+from shardwell.transport.relay_connection import RelayLostError
 from shardwell.transport.resending import UPLOAD
 from shardwell.transport.server_connection import ServerConnection
-from shardwell.transport.shared_vector import CAN_MAP, SegmentLocation, SharedVector
+from shardwell.transport.shared_vector import CAN_MAP, SharedVector
 from shardwell_wire.connection.channel import backoff, retry
 from shardwell_wire.encoding import wire_dtypes
 from shardwell_wire.errors import (
@@ -32,10 +36,13 @@ from shardwell_wire.errors import (
     ShardwellError,
     UnavailableError,
     UnitMismatchError,
+    VersionGoneError,
 )
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.topology import Consistency
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+
+_NO_LIMIT = (1 << 63) - 1
 
 _REOPEN_TIMEOUT_S = 10.0
 """Deadline for opening a transport to another owner of a shard. A silent server is soon replaced."""
@@ -105,7 +112,7 @@ class UnitMoves:
             return replace(unit, shards=shards)
         for number, (shard, owner) in enumerate(zip(unit.shards, owners, strict=True)):
             server = self._servers.connect(owner, open_timeout_s=_REOPEN_TIMEOUT_S)
-            if anew or server is not shard.server:
+            if anew or server is not shard.server or (shard.cached is not None and not shard.cached.is_relayed):
                 self._unmapped[unit.index].add(number)
             if server is not shard.server:
                 self._replaced.append(shard.server)
@@ -268,24 +275,22 @@ class UnitDeclarations:
 
 
 class ShardMappings:
-    """Maps shards into this process: from shared memory of a server on this host, or from the host cache.
+    """Maps shards into this process: from shared memory of a server on this host, or from the host's relay.
 
     Args:
         membership: The membership of this trainer.
-        config: Limits and the size of the host cache.
+        config: Limits, and how much the relay may cache.
+        relay: The relay of this host.
+        deltas: The memory for deltas, which counts what they save.
     """
 
-    def __init__(self, membership: Membership, config: JoinConfig) -> None:
-        self._membership, self._config = membership, config
+    def __init__(self, membership: Membership, config: JoinConfig, relay: HostRelay, deltas: DeltaCache) -> None:
+        self._membership, self._config, self._relay = membership, config, relay
         self._reads_in_place = CAN_MAP and not Consistency.from_proto(membership.joined.config).asynchronous
-        self._rollback_count = membership.joined.rollback_count
-        self.cache = self._open_cache() if config.transfers.host_cache_bytes else None
-        """The host cache. None: this process uses none."""
-
-    @property
-    def cache_hit_bytes(self) -> int:
-        """Bytes that were found in the host cache."""
-        return self.cache.hit_bytes if self.cache is not None else 0
+        self.copies = HostCopies(accepts_deltas=deltas.budget_bytes > 0, count_deltas=deltas.count)
+        """The copies of shards on this host."""
+        self.has_copies = False
+        """Whether a gather of a vector that is read in place may fetch bytes from a server."""
 
     def map(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
         """Maps the shards of a unit that are in shared memory.
@@ -314,14 +319,13 @@ class ShardMappings:
             return unit
 
     def share_on_host(self, unit: RemoteUnit, gather_dtype: str) -> RemoteUnit:
-        """Maps a unit and puts its other shards into the host cache, even beyond the cache's budget."""
-        self.cache = self.cache or self._open_cache()
+        """Maps a unit and copies its other shards to this host, however much the relay may cache."""
         return self._map(unit, gather_dtype, beyond_budget=True)
 
     def remap(self, unit: RemoteUnit, moved: Sequence[int], gather_dtype: str, *, wait: bool) -> None:
         """Maps shards again that have moved, at the addresses where they were read in place before.
 
-        The part of a unit that moved out of reach of shared memory is read from the host cache from now on.
+        The part of a unit that moved out of reach of shared memory is copied to this host from now on.
 
         Args:
             unit: The unit. Its shards are changed.
@@ -330,7 +334,7 @@ class ShardMappings:
             wait: Whether to wait until the new owners have the versions that were read in place.
 
         Raises:
-            CapacityError: This host has no shared memory for the host cache.
+            CapacityError: This host has no shared memory for the copy.
             OSError: A segment cannot be mapped.
         """
         if not self._reads_in_place or not unit.layout.size_bytes:
@@ -349,43 +353,30 @@ class ShardMappings:
             if location is not None and exact:
                 shard.cached = None
                 vector.replace(location)
-            elif shard.cached is None or not wait:
+            elif shard.cached is None or not wait or (not shard.cached.is_relayed and self._relay.find() is not None):
                 others.append(number)
         if others:
             assert vector is not None
-            self.cache = self.cache or self._open_cache()
-            for number, location in self._cached_locations(unit, others, gather_dtype).items():
-                if wait and (shown := vector.shown(location.start_bytes)) is not None:
-                    unit.shards[number].await_version(shown)
-                vector.replace(location)
+            for number, copy in self._copied(unit, others, gather_dtype).items():
+                shown, shard = vector.shown(copy.location.start_bytes), unit.shards[number]
+                if wait and shown is not None:
+                    with suppress(VersionGoneError):  # then nobody computes with it any more
+                        shard.fetch_copy(copy, shown)
+                copy.vector = vector
+                vector.replace(copy.location)
+                shard.cached = copy
 
-    def _cached_locations(
-        self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str
-    ) -> dict[int, SegmentLocation]:
-        """Puts shards that must be read in place into the host cache."""
-        locations = self._cache_shards(unit, numbers, gather_dtype, beyond_budget=True)
-        if len(locations) < len(numbers):
+    def _copied(self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str) -> dict[int, HostCopy]:
+        """Copies shards that must be read in place to this host; returns the copies by number."""
+        copies = self._copy(unit, numbers, gather_dtype, beyond_budget=True)
+        if len(copies) < len(numbers):
             size_bytes = sum(unit.shards[number].stop_bytes - unit.shards[number].start_bytes for number in numbers)
             raise CapacityError(
                 f"unit {unit.layout.unit!r} was read in place, and {size_bytes} bytes of it have moved to a server "
                 "whose memory this process cannot map. They need as much shared memory on this host: enlarge /dev/shm",
                 unit=unit.layout.unit,
             )
-        return locations
-
-    def start_over(self, rollback_count: int) -> None:
-        """Leaves the host cache: the run was rolled back, and the next versions have other values."""
-        former, self.cache = self.cache, None
-        self._rollback_count = rollback_count
-        if former is not None:
-            former.close()
-        if self._config.transfers.host_cache_bytes:
-            self.cache = self._open_cache()
-
-    def close(self) -> None:
-        """Leaves the host cache."""
-        if self.cache is not None:
-            self.cache.close()
+        return copies
 
     def _map(self, unit: RemoteUnit, gather_dtype: str, *, beyond_budget: bool) -> RemoteUnit:
         if not self._reads_in_place or not unit.layout.size_bytes:
@@ -400,41 +391,64 @@ class ShardMappings:
                     if exact:
                         locations[number] = location
             others = [number for number in range(len(unit.shards)) if number not in locations]
-            locations.update(self._cache_shards(unit, others, gather_dtype, beyond_budget=beyond_budget))
+            copies = self._copy(unit, others, gather_dtype, beyond_budget=beyond_budget)
+            for number, copy in copies.items():
+                unit.shards[number].cached, locations[number] = copy, copy.location
             if len(locations) == len(unit.shards):
                 in_order = [locations[number] for number in range(len(unit.shards))]
-                return replace(unit, vector=SharedVector(name, in_order, exact=exact, ask=self._membership.ask))
+                vector = SharedVector(name, in_order, exact=exact, ask=self._membership.ask)
+                for copy in copies.values():
+                    copy.vector = vector
+                return replace(unit, vector=vector)
         except OSError as error:
             _warn_not_mapped(unit, error)
         return unit
 
-    def _cache_shards(
+    def _copy(
         self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str, *, beyond_budget: bool
-    ) -> dict[int, SegmentLocation]:
-        """Adds shards to the host cache if there is room; returns the location of each by its number."""
-        if self.cache is None or not numbers:
-            return {}
-        shards = {number: unit.shards[number] for number in numbers}
-        ranges = {
-            number: CacheKey(unit.index, shard.start_bytes, shard.stop_bytes, gather_dtype)
-            for number, shard in shards.items()
-        }
-        admitted = self.cache.admit(unit.layout.unit, ranges, beyond_budget=beyond_budget)
-        for number, cached in admitted.items():
-            shards[number].cached = cached
-        return {number: cached.location for number, cached in admitted.items()}
+    ) -> dict[int, HostCopy]:
+        """Copies shards to this host if there is room; returns the copies by number.
 
-    def _open_cache(self) -> HostCache | None:
-        run = self._membership.identity
-        budget_bytes, limit_s = self._config.transfers.host_cache_bytes, self._config.waits.wait_limit_s
-        if not CAN_MAP:
-            return None
+        The relay has them, if there is one. Otherwise, each trainer has copies of its own of those shards that must be
+        read in place.
+        """
+        budget_bytes = _NO_LIMIT if beyond_budget else self._config.transfers.host_cache_bytes
+        if not numbers or not budget_bytes or not CAN_MAP:
+            return {}
+        # Mapped shards are rounded on this host, without a network.
+        remote = [number for number in numbers if not unit.shards[number].is_mapped]
+        copies = self._copy_to_relay(unit, remote, gather_dtype, budget_bytes) if remote else {}
+        if beyond_budget and copies is not None:
+            own = [number for number in numbers if number not in copies]
+            copies |= {number: HostCopy(unit.shards[number].address, self.copies) for number in own}
+        self.has_copies = self.has_copies or bool(copies)
+        return copies or {}
+
+    def _copy_to_relay(
+        self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str, budget_bytes: int
+    ) -> dict[int, HostCopy] | None:
+        """Has the relay cache shards, if it has room; returns the copies by number. None: shared memory is full."""
+        if (relay := self._relay.find()) is None:
+            return {}
+        shards = [unit.shards[number] for number in numbers]
         try:
-            key = (run.name, run.run_id, self._rollback_count)  # versions are made again after a rollback
-            return HostCache(key, budget_bytes, wait_limit_s=limit_s)
-        except OSError as error:
-            logger.warning("no host cache, each trainer fetches its own copy: no shared memory: %s", error)
-            return None
+            locations = relay.name_unit(
+                self._relay.added(unit),
+                [(shard.start_bytes, shard.stop_bytes) for shard in shards],
+                budget_bytes=budget_bytes,
+                wire_dtype=wire_dtypes.GATHER_NAMES[gather_dtype],
+            )
+            return {
+                number: HostCopy(shard.address, self.copies, relay, location)
+                for number, shard, location in zip(numbers, shards, locations, strict=False)
+            }
+        except (ShardwellError, RelayLostError) as error:
+            logger.warning(
+                "unit %r is not cached by the relay of this host, and every trainer fetches it by itself: %s",
+                unit.layout.unit,
+                error,
+            )
+            return None if isinstance(error, CapacityError) else {}
 
 
 def _warn_not_mapped(unit: RemoteUnit, error: Exception) -> None:

@@ -30,7 +30,7 @@ _NOTICE_S = 1.0
 
 SHARED_TRANSPORTS: dict[str, Callable[[TransportSelector], SharedTransport]] = {
     ShmTransport.name: lambda server: ShmTransport(
-        server.client, server.run, server.control, timeout_s=server.open_timeout_s
+        server.client, server.run, server.control, timeout_s=server.open_timeout_s, relay=server.relay
     ),
 }
 STREAM_TRANSPORTS: dict[str, Callable[[TransportSelector], StreamTransport]] = {
@@ -73,6 +73,7 @@ class TransportSelector:
         names: Names of the transports to try, in this order.
         check: Called when no transport can be opened; raises if the server is not to be used any more.
         open_timeout_s: Deadline for opening a transport.
+        relay: See ``ShmTransport``.
 
     Raises:
         UnavailableError: None of the transports can be opened.
@@ -83,6 +84,7 @@ class TransportSelector:
     counter: ByteCounter
     """Streamed bytes, in their encoded size."""
     open_timeout_s: float
+    relay: shard_pb2.RelaySession | None
 
     def __init__(
         self,
@@ -92,7 +94,9 @@ class TransportSelector:
         names: Sequence[str],
         check: Callable[[], None],
         open_timeout_s: float,
+        relay: shard_pb2.RelaySession | None = None,
     ) -> None:
+        self.relay = relay
         self.client, self.run, self.open_timeout_s = client, run, open_timeout_s
         self._names, self._check = tuple(names), check
         self._streams = any(name in STREAM_TRANSPORTS for name in self._names)

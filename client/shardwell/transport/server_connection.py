@@ -177,6 +177,8 @@ class ConnectOptions:
     """Credentials of the cluster. None: the result of ``find_credentials`` for the address."""
     open_timeout_s: float = OPEN_TIMEOUT_S
     """Deadline for opening a transport."""
+    relay: shard_pb2.RelaySession | None = None
+    """What this trainer tells a relay. None: the server is used for its own shards."""
 
 
 class ServerConnection(ReachedServer):
@@ -217,7 +219,12 @@ class ServerConnection(ReachedServer):
             if server_id:
                 self._check_id(server_id, timeout_s)
             self.transports = TransportSelector(
-                self.client, run, names=options.transports, check=check, open_timeout_s=timeout_s
+                self.client,
+                run,
+                names=options.transports,
+                check=check,
+                open_timeout_s=timeout_s,
+                relay=options.relay,
             )
             try:
                 self.bytes_per_s = self.resending.run(

@@ -176,6 +176,7 @@ class ShmTransport(SharedTransport):
         run: The run.
         control: Sends control messages.
         timeout_s: Deadline for opening the session.
+        relay: What this trainer tells a relay. None: the session is for the server's own shards.
 
     Raises:
         UnavailableError: This process cannot see the server's memory.
@@ -185,9 +186,17 @@ class ShmTransport(SharedTransport):
     name = "shm"
     kind = common_pb2.TRANSPORT_KIND_SHM
 
-    def __init__(self, client: ShardClient, run: RunIdentity, control: Control, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        client: ShardClient,
+        run: RunIdentity,
+        control: Control,
+        *,
+        timeout_s: float,
+        relay: shard_pb2.RelaySession | None = None,
+    ) -> None:
         self._client, self._run, self._control = client, run, control
-        request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
+        request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind, relay=relay)
         self.session = client.open("OpenTransport", request, timeout_s=timeout_s)
         try:
             self._proof = self._verify(self.session.answer.shm)
@@ -268,7 +277,13 @@ class ShmTransport(SharedTransport):
         return _BufferedPush(push, self, buffer)
 
     def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
-        """See ``Transport``. Copies the gradients if another session prepared the push.
+        """See ``Transport`` and ``push_answered``."""
+        self.push_answered(prepared, timeout_s=timeout_s)
+
+    def push_answered(self, prepared: PreparedPush, *, timeout_s: float) -> shard_pb2.ReduceGradientBufferResponse:
+        """Pushes gradients; returns the server's answer.
+
+        Copies the gradients if another session prepared the push.
 
         Also copies them if the buffer still holds a contribution of a work item that this trainer has lost. The server
         drops that contribution when it learns that the item's lease is over, which may be after this trainer has begun
@@ -287,9 +302,10 @@ class ShmTransport(SharedTransport):
                 gradient_buffer_id=prepared.buffer.buffer_id,
             )
             try:
-                if not self._control(request, timeout_s).adopted:
+                answer = self._control(request, timeout_s)
+                if not answer.adopted:
                     self._gradient_buffers.release(prepared.buffer)
-                return
+                return answer
             except StepStateError as error:
                 if error.data.get("buffer") != "claimed":
                     raise

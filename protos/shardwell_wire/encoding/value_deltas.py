@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import CorruptDataError
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, shard_pb2
 
 BLOCK_NUMEL = 256
 """Values per block. The place of a value in its block fits one byte."""
@@ -69,6 +70,29 @@ def encode(base: Buffer, stream: Buffer, limit_bytes: int) -> list[bytes] | None
         if limit_bytes < 0:
             return None
     return pieces
+
+
+def apply_all(deltas: shard_pb2.StreamDeltas, received: memoryview, stream: memoryview, what: str) -> None:
+    """Changes a stream into the one that consecutive deltas describe, in place.
+
+    Args:
+        deltas: Sizes of the deltas, and checksum of the stream that they give.
+        received: The deltas, one after another.
+        stream: The former stream. After an error its content is undefined.
+        what: Names the stream in errors.
+
+    Raises:
+        CorruptDataError: A delta is malformed, or the deltas give another stream.
+    """
+    position = 0
+    for size_bytes in deltas.sizes_bytes:
+        apply(received[position : position + size_bytes], stream, what)
+        position += size_bytes
+    checksum = xxhash.xxh3_64_intdigest(stream)
+    if checksum != deltas.checksum:
+        raise CorruptDataError(
+            f"{what}: the deltas give a stream with checksum {checksum:#018x}, expected {deltas.checksum:#018x}"
+        )
 
 
 def apply(delta: Buffer, stream: memoryview, what: str) -> None:

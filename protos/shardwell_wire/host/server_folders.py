@@ -303,6 +303,11 @@ def boot_id() -> str:
         return ""
 
 
+def boot_of(identity: str) -> str:
+    """Returns the boot id in the identity of a process: equal for all processes of one machine. Empty: unknown."""
+    return identity.partition("/")[0]
+
+
 def _identity(pid: int) -> str:
     try:
         _, started = _state_and_start(pid)

@@ -331,6 +331,9 @@ class RegisterServerRequest(google.protobuf.message.Message):
     RESTARTABLE_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
+    RELAYS_FIELD_NUMBER: builtins.int
+    OWNS_NOTHING_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server, the same after a restart."""
     address: builtins.str
@@ -351,6 +354,12 @@ class RegisterServerRequest(google.protobuf.message.Message):
     """Random. The response proves that the coordinator has the cluster's key."""
     insecure: builtins.str
     """What the server lacks although it listens on a network: "no TLS", "no token" or both. Empty: nothing."""
+    relays: builtins.bool
+    """Whether the server relays weights and gradients for the trainers of its host. See RelaySession."""
+    owns_nothing: builtins.bool
+    """Whether the server is a relay only: it never gets a shard."""
+    host: builtins.str
+    """Name of the host whose trainers the server relays for. Empty: those of the machine that `process` names."""
     @property
     def protocol(self) -> global___ProtocolVersions:
         """Protocol versions of the server."""
@@ -375,9 +384,12 @@ class RegisterServerRequest(google.protobuf.message.Message):
         restartable: builtins.bool = ...,
         nonce: builtins.bytes = ...,
         insecure: builtins.str = ...,
+        relays: builtins.bool = ...,
+        owns_nothing: builtins.bool = ...,
+        host: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "incarnation", b"incarnation", "insecure", b"insecure", "nonce", b"nonce", "process", b"process", "protocol", b"protocol", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "budget_bytes", b"budget_bytes", "held", b"held", "host", b"host", "incarnation", b"incarnation", "insecure", b"insecure", "nonce", b"nonce", "owns_nothing", b"owns_nothing", "process", b"process", "protocol", b"protocol", "relays", b"relays", "restartable", b"restartable", "server_id", b"server_id", "shardwell_version", b"shardwell_version"]) -> None: ...
 
 global___RegisterServerRequest = RegisterServerRequest
 
@@ -2245,6 +2257,53 @@ class ExchangeAddressResponse(google.protobuf.message.Message):
 global___ExchangeAddressResponse = ExchangeAddressResponse
 
 @typing.final
+class FindRelayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTEXT_FIELD_NUMBER: builtins.int
+    TRAINER_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    @property
+    def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
+        """Run, and epoch of the membership."""
+
+    def __init__(
+        self,
+        *,
+        context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
+        trainer: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "trainer", b"trainer"]) -> None: ...
+
+global___FindRelayRequest = FindRelayRequest
+
+@typing.final
+class FindRelayResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Id of the server. Empty: no live server relays for the host."""
+    address: builtins.str
+    """host:port of the server."""
+    incarnation: builtins.str
+    """Id of the server's process."""
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+        address: builtins.str = ...,
+        incarnation: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "incarnation", b"incarnation", "server_id", b"server_id"]) -> None: ...
+
+global___FindRelayResponse = FindRelayResponse
+
+@typing.final
 class StoreSetRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3636,6 +3695,7 @@ class ServerSummary(google.protobuf.message.Message):
     REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
     UNREACHABLE_BECAUSE_FIELD_NUMBER: builtins.int
+    OWNS_NOTHING_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -3670,6 +3730,8 @@ class ServerSummary(google.protobuf.message.Message):
     """What the server lacks although it listens on a network: "no TLS", "no token" or both. Empty: nothing."""
     unreachable_because: builtins.str
     """Why the coordinator's last attempt to reach the server failed. Empty: it did not fail."""
+    owns_nothing: builtins.bool
+    """Whether the server is a relay only. It never gets a shard."""
     def __init__(
         self,
         *,
@@ -3690,8 +3752,9 @@ class ServerSummary(google.protobuf.message.Message):
         replicated_bytes: builtins.int = ...,
         insecure: builtins.str = ...,
         unreachable_because: builtins.str = ...,
+        owns_nothing: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "unreachable_because", b"unreachable_because", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "owns_nothing", b"owns_nothing", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "unreachable_because", b"unreachable_because", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
 

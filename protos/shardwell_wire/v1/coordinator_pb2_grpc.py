@@ -127,6 +127,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.FromString,
                 _registered_method=True)
+        self.FindRelay = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/FindRelay',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.FindRelayRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.FindRelayResponse.FromString,
+                _registered_method=True)
         self.StoreSet = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/StoreSet',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.StoreSetRequest.SerializeToString,
@@ -407,6 +412,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FindRelay(self, request, context):
+        """Trainer: finds the server that relays weights and gradients for the trainers of its host.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StoreSet(self, request, context):
         """Trainer: sets a value in the key-value store of its replica, in which the trainers of the replica meet to form a
         process group. Only worlds with tp * pp above 1 have stores. A store ends when its replica's epoch rises. It is lost
@@ -673,6 +685,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ExchangeAddress,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.SerializeToString,
+            ),
+            'FindRelay': grpc.unary_unary_rpc_method_handler(
+                    servicer.FindRelay,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.FindRelayRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.FindRelayResponse.SerializeToString,
             ),
             'StoreSet': grpc.unary_unary_rpc_method_handler(
                     servicer.StoreSet,
@@ -1220,6 +1237,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/ExchangeAddress',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExchangeAddressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FindRelay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/FindRelay',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.FindRelayRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.FindRelayResponse.FromString,
             options,
             channel_credentials,
             insecure,

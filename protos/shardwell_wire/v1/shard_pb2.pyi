@@ -986,22 +986,251 @@ class OpenTransportRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    RELAY_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType
     """Kind of the transport. TRANSPORT_KIND_GRPC cannot be opened."""
     run_id: builtins.str
     """Id of the run, from JoinResponse. Required."""
+    @property
+    def relay(self) -> global___RelaySession:
+        """Set: the server relays shards of any server over this shm transport, see RelaySession."""
+
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         kind: shardwell_wire.v1.common_pb2.TransportKind.ValueType = ...,
         run_id: builtins.str = ...,
+        relay: global___RelaySession | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "run", b"run", "run_id", b"run_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["relay", b"relay"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "relay", b"relay", "run", b"run", "run_id", b"run_id"]) -> None: ...
 
 global___OpenTransportRequest = OpenTransportRequest
+
+@typing.final
+class RelaySession(google.protobuf.message.Message):
+    """How a server relays for a trainer of its host.
+
+    A relay reads and changes nothing of its own. It caches versions of shards in shared memory, which it fetches once for
+    all trainers of its host. It adds the gradients of a reduction group if all ranks of the group are on its host, and
+    pushes the sum; otherwise it pushes each gradient as it is. It keeps what it has of a run while one of these transports
+    is open.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
+    DP_RANK_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    rollback_count: builtins.int
+    """JoinResponse.rollback_count. Trainers with another count read other values."""
+    dp_rank: builtins.int
+    """Data rank of the trainer's gradients. They go through the relay until the transport ends."""
+    @property
+    def group(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The ranks of the trainer's largest reduction group of which all ranks are on its host, in ascending order. Empty: no
+        gradients go through the relay.
+        """
+
+    def __init__(
+        self,
+        *,
+        rollback_count: builtins.int = ...,
+        dp_rank: builtins.int = ...,
+        group: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "group", b"group", "rollback_count", b"rollback_count"]) -> None: ...
+
+global___RelaySession = RelaySession
+
+@typing.final
+class RelayUnitRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: builtins.int
+    DP_FIELD_NUMBER: builtins.int
+    REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run, from JoinResponse. Required."""
+    transport_id: builtins.str
+    """The transport, as in LocateShardRequest."""
+    budget_bytes: builtins.int
+    """Set: the weights are cached if all cached weights of the run then have at most so many bytes."""
+    wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType
+    """Encoding in which FLOAT32 weights travel to the relay, which rounds them."""
+    dp: builtins.int
+    """Number of data ranks."""
+    @property
+    def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
+        """The unit."""
+
+    @property
+    def start_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The first byte of each shard in the flat vector."""
+
+    @property
+    def stop_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The end of each shard, exclusive."""
+
+    @property
+    def reduction_groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """RunConfig.reduction_groups: the order in which gradients are added."""
+
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        transport_id: builtins.str = ...,
+        unit: shardwell_wire.v1.common_pb2.UnitSpec | None = ...,
+        start_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        stop_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        budget_bytes: builtins.int | None = ...,
+        wire_dtype: shardwell_wire.v1.common_pb2.WireDtype.ValueType = ...,
+        dp: builtins.int = ...,
+        reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_budget_bytes", b"_budget_bytes", "budget_bytes", b"budget_bytes", "unit", b"unit"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_budget_bytes", b"_budget_bytes", "budget_bytes", b"budget_bytes", "dp", b"dp", "reduction_groups", b"reduction_groups", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "transport_id", b"transport_id", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_budget_bytes", b"_budget_bytes"]) -> typing.Literal["budget_bytes"] | None: ...
+
+global___RelayUnitRequest = RelayUnitRequest
+
+@typing.final
+class RelayUnitResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    @property
+    def segments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SharedSegment]:
+        """The files of the cached shards, in the order of the request. Empty: they are not cached."""
+
+    def __init__(
+        self,
+        *,
+        segments: collections.abc.Iterable[global___SharedSegment] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["segments", b"segments"]) -> None: ...
+
+global___RelayUnitResponse = RelayUnitResponse
+
+@typing.final
+class ReadRelayedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    UNIT_FIELD_NUMBER: builtins.int
+    START_BYTES_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    ACCEPTS_DELTAS_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run, from JoinResponse. Required."""
+    transport_id: builtins.str
+    """The transport, as in LocateShardRequest."""
+    unit: builtins.str
+    """Name of the unit."""
+    start_bytes: builtins.int
+    """First byte of the shard."""
+    version: builtins.int
+    """Version to wait for."""
+    wait_s: builtins.float
+    """Longest wait, in seconds."""
+    accepts_deltas: builtins.bool
+    """Whether the relay may receive deltas against the version that it has."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        transport_id: builtins.str = ...,
+        unit: builtins.str = ...,
+        start_bytes: builtins.int = ...,
+        version: builtins.int = ...,
+        wait_s: builtins.float = ...,
+        accepts_deltas: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepts_deltas", b"accepts_deltas", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "transport_id", b"transport_id", "unit", b"unit", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+
+global___ReadRelayedRequest = ReadRelayedRequest
+
+@typing.final
+class ReadRelayedResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRESENT_FIELD_NUMBER: builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: builtins.int
+    STREAM_BYTES_FIELD_NUMBER: builtins.int
+    present: builtins.bool
+    """Whether the file of the shard has the version. False: repeat the request."""
+    received_bytes: builtins.int
+    """Bytes that the relay received for the version. 0: they are in the answer to another trainer."""
+    stream_bytes: builtins.int
+    """Size of the stream for which `received_bytes` were received, if the relay accepted deltas."""
+    def __init__(
+        self,
+        *,
+        present: builtins.bool = ...,
+        received_bytes: builtins.int = ...,
+        stream_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["present", b"present", "received_bytes", b"received_bytes", "stream_bytes", b"stream_bytes"]) -> None: ...
+
+global___ReadRelayedResponse = ReadRelayedResponse
+
+@typing.final
+class SkipRelayRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    TRANSPORT_ID_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    run_id: builtins.str
+    """Id of the run, from JoinResponse. Required."""
+    transport_id: builtins.str
+    """The transport, as in LocateShardRequest."""
+    step: builtins.int
+    """The step. Earlier steps are over, too."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        run_id: builtins.str = ...,
+        transport_id: builtins.str = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run", "run_id", b"run_id", "step", b"step", "transport_id", b"transport_id"]) -> None: ...
+
+global___SkipRelayRequest = SkipRelayRequest
+
+@typing.final
+class SkipRelayResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___SkipRelayResponse = SkipRelayResponse
 
 @typing.final
 class SharedMemoryOffer(google.protobuf.message.Message):
@@ -1305,6 +1534,8 @@ class ReduceGradientBufferResponse(google.protobuf.message.Message):
     DUPLICATE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     ADOPTED_FIELD_NUMBER: builtins.int
+    SUMMED_DP_RANKS_FIELD_NUMBER: builtins.int
+    PUSHED_BYTES_FIELD_NUMBER: builtins.int
     duplicate: builtins.bool
     """True if the server already had this part; this copy was dropped."""
     version: builtins.int
@@ -1313,14 +1544,22 @@ class ReduceGradientBufferResponse(google.protobuf.message.Message):
     """True if the buffer has become the contribution. The trainer must not write to it until the step is committed or the
     contribution is dropped. False: the buffer is free again.
     """
+    pushed_bytes: builtins.int
+    """From a relay: bytes that it has pushed. 0: they are in the answer to another rank of the sum."""
+    @property
+    def summed_dp_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """From a relay: the ranks whose gradients it has added and pushed as one. Empty: it has pushed the gradient alone."""
+
     def __init__(
         self,
         *,
         duplicate: builtins.bool = ...,
         version: builtins.int = ...,
         adopted: builtins.bool = ...,
+        summed_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        pushed_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adopted", b"adopted", "duplicate", b"duplicate", "pushed_bytes", b"pushed_bytes", "summed_dp_ranks", b"summed_dp_ranks", "version", b"version"]) -> None: ...
 
 global___ReduceGradientBufferResponse = ReduceGradientBufferResponse
 

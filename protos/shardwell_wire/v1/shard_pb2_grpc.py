@@ -100,6 +100,21 @@ class ShardServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
                 _registered_method=True)
+        self.RelayUnit = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/RelayUnit',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.RelayUnitRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.RelayUnitResponse.FromString,
+                _registered_method=True)
+        self.ReadRelayed = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/ReadRelayed',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadRelayedRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadRelayedResponse.FromString,
+                _registered_method=True)
+        self.SkipRelay = channel.unary_unary(
+                '/shardwell_wire.v1.ShardService/SkipRelay',
+                request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.SkipRelayRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.SkipRelayResponse.FromString,
+                _registered_method=True)
         self.OpenGradientBuffer = channel.unary_unary(
                 '/shardwell_wire.v1.ShardService/OpenGradientBuffer',
                 request_serializer=shardwell__wire_dot_v1_dot_shard__pb2.OpenGradientBufferRequest.SerializeToString,
@@ -377,6 +392,39 @@ class ShardServiceServicer(object):
 
         FAILED_PRECONDITION: the transport is closed, or the shard is not in shared memory. OUT_OF_RANGE: the version was
         overwritten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RelayUnit(self, request, context):
+        """Trainer with a shm transport to a relay: names a unit whose weights or gradients the relay relays. Cached weights are
+        shared by all trainers that name the same ranges and wire_dtype: the first one decides with its budget whether they
+        are cached.
+
+        FAILED_PRECONDITION: the transport is closed, is not one to a relay, or the ranges or wire_dtype are not those of
+        another trainer. RESOURCE_EXHAUSTED: shared memory is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadRelayed(self, request, context):
+        """Trainer with a shm transport to a relay: waits until the relay has a version of a shard that it caches. The relay
+        fetches the version from the shard's owner once for all trainers of its host.
+
+        FAILED_PRECONDITION: the transport is closed, or the shard is not cached. OUT_OF_RANGE: the relay has a newer
+        version. Other errors are those of Gather at the owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SkipRelay(self, request, context):
+        """Trainer with a shm transport to a relay: says that it pushes its gradients of a step to the servers itself. The relay
+        then waits for no gradient of the trainer's reduction group in this step.
+
+        FAILED_PRECONDITION: the transport is closed, or is not one to a relay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -733,6 +781,21 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.LocateShard,
                     request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.SerializeToString,
+            ),
+            'RelayUnit': grpc.unary_unary_rpc_method_handler(
+                    servicer.RelayUnit,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.RelayUnitRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.RelayUnitResponse.SerializeToString,
+            ),
+            'ReadRelayed': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadRelayed,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadRelayedRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.ReadRelayedResponse.SerializeToString,
+            ),
+            'SkipRelay': grpc.unary_unary_rpc_method_handler(
+                    servicer.SkipRelay,
+                    request_deserializer=shardwell__wire_dot_v1_dot_shard__pb2.SkipRelayRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_shard__pb2.SkipRelayResponse.SerializeToString,
             ),
             'OpenGradientBuffer': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenGradientBuffer,
@@ -1176,6 +1239,87 @@ class ShardService(object):
             '/shardwell_wire.v1.ShardService/LocateShard',
             shardwell__wire_dot_v1_dot_shard__pb2.LocateShardRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_shard__pb2.LocateShardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RelayUnit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/RelayUnit',
+            shardwell__wire_dot_v1_dot_shard__pb2.RelayUnitRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.RelayUnitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRelayed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/ReadRelayed',
+            shardwell__wire_dot_v1_dot_shard__pb2.ReadRelayedRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.ReadRelayedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SkipRelay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.ShardService/SkipRelay',
+            shardwell__wire_dot_v1_dot_shard__pb2.SkipRelayRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_shard__pb2.SkipRelayResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -198,6 +198,7 @@ def _rule(*roles: Role, of_member: bool = False, names_run: bool = True) -> Rule
 _COORDINATOR, _SERVER, _OPERATOR = _rule(Role.COORDINATOR), _rule(Role.SERVER), _rule(Role.OPERATOR)
 _TRAINER = _rule(Role.TRAINER, of_member=True)
 _READERS = _rule(Role.READER, Role.TRAINER, Role.OPERATOR)
+_READERS_AND_RELAYS = _rule(Role.READER, Role.TRAINER, Role.OPERATOR, Role.SERVER)
 _HARMLESS = _rule(*Role, names_run=False)
 """Rpcs that neither read nor change a run. Lists of runs are cut to the caller's."""
 
@@ -217,6 +218,7 @@ COORDINATOR_RPCS: Mapping[str, Rule] = {
             "PrepareGradients",
             "CommitStep",
             "ExchangeAddress",
+            "FindRelay",
             "AddResiduals",
         ),
         _TRAINER,
@@ -231,7 +233,8 @@ COORDINATOR_RPCS: Mapping[str, Rule] = {
     "DrainServer": _rule(Role.SERVER, Role.OPERATOR),
     "ListRuns": _HARMLESS,
     "DescribeWorld": _READERS,
-    **dict.fromkeys(("DescribeRun", "ListUnits", "DescribeWeights", "ExplainStall", "WatchEvents"), _READERS),
+    "ListUnits": _READERS_AND_RELAYS,
+    **dict.fromkeys(("DescribeRun", "DescribeWeights", "ExplainStall", "WatchEvents"), _READERS),
 }
 
 SHARD_RPCS: Mapping[str, Rule] = {
@@ -262,7 +265,9 @@ SHARD_RPCS: Mapping[str, Rule] = {
     **dict.fromkeys(
         (
             "InitializeUnit",
-            "ReduceScatter",
+            "RelayUnit",
+            "ReadRelayed",
+            "SkipRelay",
             "OpenGradientBuffer",
             "CloseSharedBuffers",
             "ReduceGradientBuffer",
@@ -274,7 +279,9 @@ SHARD_RPCS: Mapping[str, Rule] = {
         ),
         _TRAINER,
     ),
-    **dict.fromkeys(("Gather", "GatherBatch", "PinVersion", "OpenTransport", "LocateShard"), _READERS),
+    "ReduceScatter": _rule(Role.TRAINER, Role.SERVER, of_member=True),
+    "Gather": _READERS_AND_RELAYS,
+    **dict.fromkeys(("GatherBatch", "PinVersion", "OpenTransport", "LocateShard"), _READERS),
     **dict.fromkeys(("DescribeShard", "DescribeStep", "Peek"), _READERS),
     "ListShards": _rule(Role.READER, Role.TRAINER, Role.OPERATOR, Role.COORDINATOR),
     **dict.fromkeys(("MeasureTransport", "DescribeServer"), _HARMLESS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 from google.protobuf.message import Message
 
@@ -23,6 +23,7 @@ from shardwell_server.shard.requests.checkpoints import CheckpointRequests
 from shardwell_server.shard.requests.client_streams import IncomingMessages, StandingStreams
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
+from shardwell_server.shard.requests.relay import Relay
 from shardwell_server.shard.requests.replication import Replicator
 from shardwell_server.shard.shard_spec import Role, ShardSpec
 from shardwell_server.shard.state.runs import CoordinatorTerm, HostedRun
@@ -33,7 +34,7 @@ from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.encoding import chunk_streams
-from shardwell_wire.errors import InvalidRequestError, NotFoundError
+from shardwell_wire.errors import ConflictError, InvalidRequestError, NotFoundError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.topology import checked_groups
@@ -54,6 +55,7 @@ class ShardServicer:
         transports: The transports that the server offers besides gRPC.
         peers: Calls other shard servers.
         checkpoint_roots: The folders in which checkpoints may be opened. None: any.
+        relay: Relays for the trainers of this host. None: this server offers no shared memory.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class ShardServicer:
         transports: ServerTransports,
         peers: GrpcPeers,
         checkpoint_roots: CheckpointRoots | None = None,
+        relay: Relay | None = None,
     ) -> None:
+        self._relay = relay
         self._process, self._store, self._term, self._transports = process, store, term, transports
         self._checkpoints = CheckpointRequests(process.server_id, store, checkpoint_roots or CheckpointRoots())
         self._replicator = Replicator(store, peers)
@@ -307,12 +311,40 @@ class ShardServicer:
     async def OpenTransport(
         self, request: shard_pb2.OpenTransportRequest, call: Call
     ) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
+        if request.HasField("relay"):
+            async with self._relaying(request, call) as answer:
+                yield answer
+                await self._stopping.wait()
+            return
         run = self._store.exact_run(request)
         session = self._transports.open(request.kind, run.identity, call.caller)
         with self._standing.count(call.peer):
             async with session as answer:
                 yield answer
                 await first_of(self._stopping, run.dropped)  # gRPC cancels this task when the trainer disconnects
+
+    @asynccontextmanager
+    async def _relaying(
+        self, request: shard_pb2.OpenTransportRequest, call: Call
+    ) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
+        """Relays for a trainer of this host while the block runs."""
+        identity, shm = named_identity(request), self._transports.find(ShmTransport)
+        if self._relay is None or request.kind != ShmTransport.kind:
+            raise ConflictError(f"server {self._process.server_id!r} relays over the transport shm only")
+        async with self._relay.joined(identity, request.relay) as relayed:
+            with self._standing.count(call.peer):
+                async with shm.open(identity, call.caller, relayed) as answer:
+                    yield answer
+
+    async def RelayUnit(self, request: shard_pb2.RelayUnitRequest, call: Call) -> shard_pb2.RelayUnitResponse:
+        return shm_transport.relay_unit(self._transports.find(ShmTransport), request)
+
+    async def ReadRelayed(self, request: shard_pb2.ReadRelayedRequest, call: Call) -> shard_pb2.ReadRelayedResponse:
+        wait_s = call.remaining_s(request.wait_s)
+        return await shm_transport.read_relayed(self._transports.find(ShmTransport), request, wait_s)
+
+    async def SkipRelay(self, request: shard_pb2.SkipRelayRequest, call: Call) -> shard_pb2.SkipRelayResponse:
+        return shm_transport.skip_relay(self._transports.find(ShmTransport), request)
 
     async def GatherBatch(self, request: shard_pb2.GatherBatchRequest, call: Call) -> AsyncIterator[bytes]:
         groups = batch_requests.groups(self._store, request, call.remaining_s(), call.peer)

@@ -15,11 +15,11 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from shardwell.data_plane.fetch import Fetches
-from shardwell.data_plane.host_cache import HostFolder
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.data_plane.transfers import TrafficStats
 from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
+from shardwell.peers.host_folder import HostFolder
 from shardwell.peers.node_gathers import NodeGathers
 from shardwell.peers.node_group import MAX_FAILURES, NodeGroup, NodeRendezvous
 from shardwell.transport.base import Place

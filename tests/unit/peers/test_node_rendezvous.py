@@ -11,7 +11,7 @@ from dataclasses import astuple
 
 import pytest
 
-from shardwell.data_plane.host_cache import HostFolder
+from shardwell.peers.host_folder import HostFolder
 from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeRendezvous, Outcome, Round
 
 LONG_S, SHORT_S = 60.0, 0.05
@@ -106,7 +106,7 @@ def test_member_that_left_is_detected(make: MakeRendezvous) -> None:
 
 _COME = """
 import sys
-from shardwell.data_plane.host_cache import HostFolder
+from shardwell.peers.host_folder import HostFolder
 from shardwell.peers.node_group import NodeRendezvous
 rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 1, 2)
 print("there", flush=True)
@@ -152,7 +152,7 @@ def test_concurrent_reads_see_whole_records(make: MakeRendezvous) -> None:
     with rendezvous._changing() as record:
         record.version, record.number, record.unit, record.num_arrived = 7, 3, 5, 1
     writing = (
-        "import sys; from shardwell.data_plane.host_cache import HostFolder; "
+        "import sys; from shardwell.peers.host_folder import HostFolder; "
         "from shardwell.peers.node_group import NodeRendezvous; "
         "rendezvous = NodeRendezvous(HostFolder(sys.argv[1]), 2, 3); print('there', flush=True)\n"
         "while True:\n with rendezvous._changing(): pass"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.data_plane.host_cache import HostFolder
 from shardwell.data_plane.push import Pushes
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
 from shardwell.data_plane.transfers import TrafficStats
 from shardwell.peers.gradient_sums import GradientSums
+from shardwell.peers.host_folder import HostFolder
 from shardwell.peers.node_exchange import NodeExchange, SharedGradients
 from shardwell.peers.node_group import NodeRendezvous
 from shardwell.transport.route_stats import HIERARCHICAL

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import FileStore
 
-from shardwell.data_plane.host_cache import HostFolder
 from shardwell.grid import replica
 from shardwell.grid.replica import NodeMembers, form_node_group
 from shardwell.options import JoinConfig, TransferOptions
+from shardwell.peers.host_folder import HostFolder
 from shardwell.peers.node_group import NodeGroup, NodeRendezvous
 from tests.support.cluster import wait_until
 

@@ -37,6 +37,8 @@ PLACES = {
     "RegisterServer": {"address": "from servers only", "budget_bytes": "from servers only"},
     "HeartbeatServer": dict.fromkeys(("reserved_bytes", "used_bytes", "replicated_bytes"), "from servers only"),
     "KeepServerMembership": dict.fromkeys(("port", "grpc_port"), "from servers only"),
+    "OpenTransport": {"rollback_count": "compared with that of other trainers"},
+    "RelayUnit": {"budget_bytes": "a lower limit than the relay's own memory budget"},
     "CopyShard": {"target_address": "from the coordinator only"},
     "PromoteShards": {"address": "from the coordinator only"},
     "BeginCheckpoint": {"url": "from the coordinator only; CheckpointRoots.open of the server, too"},

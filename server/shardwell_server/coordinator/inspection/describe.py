@@ -349,7 +349,7 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 server_id=server.server_id,
                 address=server.address,
                 epoch=server.epoch,
-                live=server.usable,
+                live=server.live and server.reached,
                 silent_s=round(max(0.0, now - server.last_seen_s), 3),
                 budget_bytes=server.budget_bytes,
                 reserved_bytes=server.reserved_bytes,
@@ -358,6 +358,7 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 if server.live and not server.reached
                 else server.state.value,
                 unreachable_because=server.unreachable_because,
+                owns_nothing=server.owns_nothing,
                 draining=server.draining,
                 primary_count=primaries[server.server_id],
                 primary_bytes=primary_bytes[server.server_id],

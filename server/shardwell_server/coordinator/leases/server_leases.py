@@ -72,10 +72,12 @@ class ServerLeases:
         *,
         restartable: bool = False,
         holds_shards: bool = False,
+        relay: coordinator_pb2.RegisterServerRequest | None = None,
     ) -> int:
         """Registers a shard server process. Returns its epoch.
 
-        The caller must decide at once, without ``await``, which shards of its predecessor the process keeps.
+        The caller must decide at once, without ``await``, which shards of its predecessor the process keeps. ``relay``
+        says whether and for which host the server relays; None: it does not.
 
         Raises:
             InvalidRequestError: A field is missing or invalid.
@@ -88,9 +90,11 @@ class ServerLeases:
             former = cluster.servers.get(server_id)
             if former is not None and former.may_be_alive and former.incarnation != incarnation:
                 await self._require_ended(former)
+            if relay is not None:
+                server.relays, server.owns_nothing, server.host = relay.relays, relay.owns_nothing, relay.host
             await self._reach(server)
             # Store the server before units can be placed on it: every owner of shards must survive a restart.
-            await self._state.storage.save_server(server.to_record())
+            await self._save(server)
             cluster.register(server)
         message = f"server {server_id!r} at {address} with {budget_bytes} bytes, epoch {server.epoch}"
         if former is None:
@@ -211,11 +215,15 @@ class ServerLeases:
             return
         # Mark the server before storing it, so that no unit is placed on it meanwhile.
         self._state.cluster.deregister(server, keeps_copies=keeps_copies)
-        await self._state.storage.save_server(server.to_record())
+        await self._save(server)
         left = "keeps its copies for its next start" if keeps_copies else f"left the cluster{self._losses(server)}"
         message = f"server {server_id!r} at {server.address} was stopped and {left}"
         self._state.events.add(EventKind.SERVER_LEFT, message)
         self._notify_runs()
+
+    async def _save(self, server: Server) -> None:
+        if not server.owns_nothing:
+            await self._state.storage.save_server(server.to_record())
 
     async def forget(self, server_id: str) -> None:
         """Removes a server from the registry.

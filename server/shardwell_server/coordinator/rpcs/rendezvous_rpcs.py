@@ -54,6 +54,17 @@ class RendezvousRpcs(CoordinatorRpcs):
             await self._state.save(run)
         return coordinator_pb2.ExchangeAddressResponse(address=address)
 
+    async def FindRelay(
+        self, request: coordinator_pb2.FindRelayRequest, call: Call
+    ) -> coordinator_pb2.FindRelayResponse:
+        _, member = self._member(request)
+        relay = self._state.cluster.relay_for(member.host, member.process)
+        if relay is None:
+            return coordinator_pb2.FindRelayResponse()
+        return coordinator_pb2.FindRelayResponse(
+            server_id=relay.server_id, address=relay.address, incarnation=relay.incarnation
+        )
+
     async def StoreSet(self, request: coordinator_pb2.StoreSetRequest, call: Call) -> coordinator_pb2.StoreSetResponse:
         store, request_id = self._store(request), request.context.request_id
         if not request.HasField("expected"):

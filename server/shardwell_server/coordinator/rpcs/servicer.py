@@ -39,6 +39,7 @@ class CoordinatorServicer(TrainerRpcs, DeclarationRpcs, RendezvousRpcs, StepRpcs
             request.process,
             restartable=request.restartable,
             holds_shards=bool(request.held),
+            relay=request,
         )
         self._state.cluster.require(request.server_id).insecure = request.insecure
         adopted = await relocator.adopt(request.server_id, request.incarnation, request.held)

@@ -15,6 +15,7 @@ from shardwell_wire.errors import (
     NotFoundError,
     StaleEpochError,
 )
+from shardwell_wire.host.server_folders import boot_of
 from shardwell_wire.model.names import check_id, check_name, is_address, nearest
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -80,6 +81,12 @@ class Server:
     """True if the server must hand all its shards to other servers. It gets no new shards."""
     leaving: bool = False
     """True if the server asked for its own draining, because it is about to stop."""
+    relays: bool = False
+    """True if the server relays for the trainers of its host."""
+    owns_nothing: bool = False
+    """True if the server is a relay only. It is not stored: it registers again with a restarted coordinator."""
+    host: str = ""
+    """Name of the host whose trainers the server relays for. Empty: those of its machine."""
 
     @property
     def live(self) -> bool:
@@ -89,7 +96,18 @@ class Server:
     @property
     def usable(self) -> bool:
         """True if the lease is valid and the process was reached at its address, so that units may be placed on it."""
-        return self.live and self.reached
+        return self.live and self.reached and not self.owns_nothing
+
+    def relays_for(self, host: str, process: str) -> bool:
+        """True if the server relays for a trainer.
+
+        Args:
+            host: Name of the trainer's host.
+            process: Identity of the trainer's process.
+        """
+        if not (self.relays and self.live and self.reached) or self.leaving or self.suspected:
+            return False
+        return self.host == host if self.host else bool(process) and boot_of(self.process) == boot_of(process)
 
     @property
     def may_be_alive(self) -> bool:
@@ -200,7 +218,15 @@ class Cluster:
     @property
     def unreachable(self) -> list[Server]:
         """The servers that send heartbeats but were not reached at their address yet."""
-        return [server for server in self.servers.values() if server.live and not server.reached]
+        return [
+            server for server in self.servers.values() if server.live and not server.reached and not server.owns_nothing
+        ]
+
+    def relay_for(self, host: str, process: str) -> Server | None:
+        """Returns the relay of a trainer, the same for all trainers of a host. None: there is none. Arguments as
+        ``Server.relays_for``."""
+        relays = [server for server in self.servers.values() if server.relays_for(host, process)]
+        return min(relays, key=lambda server: (not server.owns_nothing, server.server_id), default=None)
 
     def describe_waiting(self, wanted: int) -> str:
         """Returns what a run waits for that needs ``wanted`` servers, and what to do."""

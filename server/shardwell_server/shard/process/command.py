@@ -21,9 +21,10 @@ from shardwell_server.shard.memory.budget import default_budget_bytes
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.process.process_group import STOP_S, ProcessGroup, member_settings
-from shardwell_server.shard.process.registration import Registration
+from shardwell_server.shard.process.registration import Registration, RelayOffer
 from shardwell_server.shard.requests.inspection import ServerProcess
-from shardwell_server.shard.requests.peers import GrpcPeers
+from shardwell_server.shard.requests.peers import GrpcPeers, Owners
+from shardwell_server.shard.requests.relay import Relay
 from shardwell_server.shard.servicer import ShardServicer
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
@@ -73,6 +74,14 @@ or `docker compose down`. `shardwell-server discard` deletes the shards of a sto
 those of a run. A supervisor must wait longer than --drain-s, and the time of the writing, before it sends SIGKILL.
 """
 
+_RELAY_EXAMPLES = """\
+example, on a host with several trainers and no shard server:
+    shardwell-server relay --coordinator coordinator:50051
+
+The trainers find it by themselves if they use host_cache_bytes, HYBRID_SHARD or gradient_reduction="hierarchical". It
+may be stopped and started at any time: meanwhile they talk to the shard servers.
+"""
+
 _DISCARD_EXAMPLES = """\
 example:
     shardwell-server discard --coordinator node0:50051 --id shard-0 --state-dir /var/lib/shardwell
@@ -97,6 +106,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser, "--id", "name of the server, stable across restarts", shown="host and process id", metavar="NAME"
     )
     _add_memory_options(parser)
+    _add_host_option(parser)
     add_option(parser, "--threads", "torch threads per tensor operation", 1, type=int, metavar="N")
     add_option(parser, "--processes", "number of shard servers to run, see below", 1, type=int, metavar="N")
     add_option(
@@ -109,7 +119,61 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
     )
     parser.add_argument("--supervisor", default=None, help=argparse.SUPPRESS)
-    parser.set_defaults(handler=_run)
+    parser.set_defaults(handler=_run, owns_nothing=False)
+
+
+def add_relay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the ``relay`` subcommand."""
+    parser = subparsers.add_parser(
+        "relay",
+        help="relay weights and gradients for the trainers of this host",
+        description="Relays for the trainers of this host: fetches each weight once for all of them, and adds their "
+        "gradients before they cross the network. A shard server does the same for the trainers of its host.",
+        epilog=_RELAY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_option(parser, "--coordinator", "address of the coordinator", required=True, metavar="HOST:PORT")
+    add_common_options(parser, listen="127.0.0.1:0")
+    add_option(parser, "--id", "name of the relay, stable across restarts", shown="host and process id", metavar="NAME")
+    add_option(
+        parser,
+        "--memory-budget",
+        "memory for weights and gradients, such as 12GiB",
+        None,
+        shown="80%% of the memory that the process may use",
+        type=parse_size,
+        metavar="SIZE",
+    )
+    add_option(
+        parser,
+        "--shm-dir",
+        "memory file system that this process shares with the trainers",
+        DEFAULT_DIRECTORY,
+        type=_directory,
+        metavar="DIR",
+    )
+    _add_host_option(parser)
+    add_option(parser, "--threads", "torch threads per tensor operation", 1, type=int, metavar="N")
+    parser.set_defaults(
+        handler=_run,
+        owns_nothing=True,
+        processes=1,
+        servers_on_host=1,
+        own_memory_limit=False,
+        drain_s=0.0,
+        state_dir="",
+        supervisor=None,
+    )
+
+
+def _add_host_option(parser: argparse.ArgumentParser) -> None:
+    add_option(
+        parser,
+        "--host",
+        "name of the host whose trainers this server relays for, as the trainers give it to join",
+        shown="all trainers of this machine",
+        metavar="NAME",
+    )
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +274,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int:
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("command", "handler")}
+    settings = {
+        name: value for name, value in vars(arguments).items() if name not in ("command", "handler", "owns_nothing")
+    }
     members = member_settings(
         settings,
         server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
@@ -241,12 +307,14 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         store = ShardStore(_budget_bytes(arguments), threads, shared, credentials.key)
         calls = CallServer(endpoint.host)
-        registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls)
+        offer = None if shared is None else RelayOffer(arguments.host, arguments.owns_nothing)
+        registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls, offer)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         resources = TransportResources(store=store, host=endpoint.host, shared=shared, tls=credentials.tls)
         transports = build_transports(server_id, resources)
         async with transports.serving():
             peers = GrpcPeers(credentials.of_role(Role.SERVER))
+            relay = None if shared is None else Relay(store, shared, Owners(registration.list_units, peers))
             servicer = ShardServicer(
                 ServerProcess(server_id, registration.incarnation),
                 store,
@@ -254,6 +322,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 transports,
                 peers,
                 server_options.roots_of(arguments, credentials),
+                relay,
             )
             await process.serve(
                 service,

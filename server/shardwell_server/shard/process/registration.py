@@ -9,6 +9,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -55,6 +56,16 @@ _LEASE_LOST = (StaleEpochError, NotFoundError)
 """Errors of a heartbeat after the lease of this process has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class RelayOffer:
+    """For whom a server relays."""
+
+    host: str
+    """Name of the host. Empty: all trainers of this machine."""
+    owns_nothing: bool
+    """Whether the server never gets a shard."""
+
+
 class Registration:
     """Registers a shard server with the coordinator and keeps its lease. Trainers are refused until then.
 
@@ -68,6 +79,7 @@ class Registration:
             coordinator, and its TLS.
         insecure: What the server lacks although it listens on a network. Empty: nothing.
         calls: Takes calls of the coordinator beside gRPC. None: nothing does.
+        relay: What the server tells of itself as a relay. None: it is none.
 
     Attributes:
         incarnation: Random id that distinguishes this process from others with the same server id.
@@ -82,7 +94,9 @@ class Registration:
         credentials: Credentials = NO_CREDENTIALS,
         insecure: str = "",
         calls: CallServer | None = None,
+        relay: RelayOffer | None = None,
     ) -> None:
+        self._relay = relay
         self._coordinator, self._server_id, self._store = coordinator, server_id, store
         self._insecure, self._calls = insecure, calls
         self._credentials = credentials.of_role(Role.SERVER)
@@ -136,6 +150,13 @@ class Registration:
         """Moves the shards of this server to other servers before it stops; see ``drain`` above."""
         await drain(self._ask_to_drain, limit_s, lambda: bool(self._store.describe_ending()))
 
+    async def list_units(self, run: str) -> coordinator_pb2.ListUnitsResponse:
+        """Asks the coordinator for the units of a run and the owners of their shards."""
+        response: coordinator_pb2.ListUnitsResponse = await self._call(
+            "ListUnits", coordinator_pb2.ListUnitsRequest(run=run)
+        )
+        return response
+
     async def _ask_to_drain(self) -> coordinator_pb2.DrainServerResponse:
         request = coordinator_pb2.DrainServerRequest(server_id=self._server_id, epoch=self._epoch)
         response: coordinator_pb2.DrainServerResponse = await self._call("DrainServer", request)
@@ -155,6 +176,9 @@ class Registration:
             insecure=self._insecure,
             nonce=secrets.token_bytes(_NONCE_BYTES),
         )
+        if self._relay is not None:
+            request.relays, request.host = True, self._relay.host
+            request.owns_nothing = self._relay.owns_nothing
         sent_s = 0.0
 
         async def register() -> Any:

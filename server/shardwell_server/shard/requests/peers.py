@@ -1,9 +1,9 @@
-"""Calls to other shard servers, also to such as fall silent."""
+"""Calls to other shard servers, also to silent ones, and transfers with owners of shards."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,10 +14,22 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_wire.connection.channel import open_aio_channel
-from shardwell_wire.errors import DeadlineError, InvalidRequestError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.encoding.chunk_streams import StreamReceiver, decode_message
+from shardwell_wire.errors import (
+    ChunkError,
+    DeadlineError,
+    InvalidRequestError,
+    NotFoundError,
+    ShardwellError,
+    StaleEpochError,
+    UnavailableError,
+    UsageError,
+)
+from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tls import server_call_error
-from shardwell_wire.v1 import shard_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 Result = TypeVar("Result")
 
@@ -75,6 +87,24 @@ class GrpcPeers:
                 return await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
                 raise await self._mapped(error, address) from error
+
+    async def receive(self, address: str, rpc_name: str, request: Message, *, timeout_s: float) -> AsyncIterator[bytes]:
+        """Calls an rpc of ``ShardService`` that answers with a stream; yields the serialised messages. Arguments and
+        errors as ``call``."""
+        async with self._channel(address) as channel:
+            stub = channel.unary_stream(
+                f"/{self._service.full_name}/{rpc_name}",
+                request_serializer=type(request).SerializeToString,
+                response_deserializer=None,
+            )
+            answers = stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
+            try:
+                async for data in answers:
+                    yield data
+            except grpc.aio.AioRpcError as error:
+                raise await self._mapped(error, address) from error
+            finally:
+                answers.cancel()  # has no effect at the end of the stream
 
     async def stream(self, address: str, rpc_name: str, messages: Iterator[bytes], *, timeout_s: float) -> Any:
         """Calls an rpc of ``ShardService`` with a stream of serialised messages. Arguments and errors as ``call``.
@@ -190,3 +220,105 @@ async def unless_silent(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+_TRANSFER_S = 600.0
+"""Deadline of a transfer."""
+
+_MOVED = (NotFoundError, StaleEpochError, UnavailableError)
+"""Errors of a server that may not own the shard any more."""
+
+ListUnits = Callable[[str], Awaitable[coordinator_pb2.ListUnitsResponse]]
+"""Asks the coordinator for the units of a run and the owners of their shards."""
+
+Place = Callable[[shard_pb2.GatherHeader], memoryview]
+"""Returns the memory for the stream that a header announces."""
+
+
+class Owners:
+    """The owners of shards, whose addresses only the coordinator knows. Used on the event loop.
+
+    Args:
+        list_units: See ``ListUnits``.
+        peers: Calls other shard servers.
+    """
+
+    def __init__(self, list_units: ListUnits, peers: GrpcPeers) -> None:
+        self._list_units, self._peers = list_units, peers
+        self._addresses: dict[RunIdentity, dict[tuple[str, int, int], str]] = {}
+
+    def forget(self, run: RunIdentity) -> None:
+        """Forgets the owners of a run's shards. The next transfer asks for them again."""
+        self._addresses.pop(run, None)
+
+    async def gather(self, run: RunIdentity, request: shard_pb2.GatherRequest, place: Place) -> int:
+        """Fetches a version of a shard from its owner; returns the bytes received.
+
+        Args:
+            run: The run that the request names.
+            request: The request.
+            place: See ``Place``.
+
+        Raises:
+            ShardwellError: The error of the owner.
+        """
+        address = await self._address(run, request.unit, request.start_bytes, request.stop_bytes)
+        what = f"Gather of unit {request.unit!r} from {address}"
+        receiver: StreamReceiver | None = None
+        try:
+            async for data in self._peers.receive(address, "Gather", request, timeout_s=_TRANSFER_S):
+                message, chunk = decode_message(data, shard_pb2.GatherResponse)
+                receiver = receiver or StreamReceiver([place(message.header)], what)
+                receiver.feed(chunk)
+        except _MOVED:
+            self.forget(run)
+            raise
+        if receiver is None:
+            raise ChunkError(f"{what}: the stream has no message")
+        receiver.require_complete()
+        return receiver.received_bytes
+
+    async def push(
+        self, run: RunIdentity, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview]
+    ) -> shard_pb2.ReduceScatterResponse:
+        """Pushes a gradient to the owner of its shard.
+
+        Args:
+            run: The run.
+            header: Header of the push.
+            pieces: The gradients of the header's parameters, clipped to the shard.
+
+        Raises:
+            ShardwellError: The error of the owner.
+        """
+        address = await self._address(run, header.unit, header.start_bytes, header.stop_bytes)
+        messages = chunk_streams.encode_stream(shard_pb2.ReduceScatterRequest(header=header), pieces)
+        try:
+            response: shard_pb2.ReduceScatterResponse = await self._peers.stream(
+                address, "ReduceScatter", iter(messages), timeout_s=_TRANSFER_S
+            )
+        except _MOVED:
+            self.forget(run)
+            raise
+        return response
+
+    async def _address(self, run: RunIdentity, unit: str, start_bytes: int, stop_bytes: int) -> str:
+        if run not in self._addresses:
+            try:
+                listed = await self._list_units(run.name)
+            except ShardwellError as error:
+                raise UnavailableError(f"the owners of run {run.name!r} are not known: {error}") from error
+            self._addresses[run] = {
+                (each.unit, shard.start_bytes, shard.stop_bytes): shard.address
+                for each in listed.units
+                for shard in each.shards
+            }
+        address = self._addresses[run].get((unit, start_bytes, stop_bytes))
+        if address is None:
+            self.forget(run)
+            raise NotFoundError(
+                f"run {run.name!r} has no shard [{start_bytes}, {stop_bytes}) of unit {unit!r} now: its unit may have "
+                "been cut anew",
+                unit=unit,
+            )
+        return address

@@ -18,6 +18,7 @@ import torch
 from shardwell_server.serving.limits import Rate
 from shardwell_server.shard.memory.budget import Grant
 from shardwell_server.shard.memory.mapped_memory import SharedBuffer
+from shardwell_server.shard.requests.relayed_shards import RelayedShard
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError
 from shardwell_wire.host.shared_memory import ANSWER, MAX_REQUEST_BYTES, SOCKET_NAME, TOKEN_BYTES, open_folder, opened
@@ -40,7 +41,7 @@ class SharedGradientBuffer:
         grant: The memory's grant in the server's budget.
     """
 
-    def __init__(self, shard: UnitShard, shared: SharedBuffer, grant: Grant) -> None:
+    def __init__(self, shard: UnitShard | RelayedShard, shared: SharedBuffer, grant: Grant) -> None:
         self._shard, self._shared, self._grant = shard, shared, grant
         self.views = shard.views(shared.tensor)
         """Segments of ``buffer``, by segment number. Each [numel]"""
@@ -61,7 +62,7 @@ class SharedGradientBuffer:
         """True while the buffer is a contribution."""
         return self._claimed
 
-    def check_adoptable(self, shard: UnitShard) -> None:
+    def check_adoptable(self, shard: UnitShard | RelayedShard) -> None:
         """Raises unless the buffer can become a contribution to the shard now."""
         if self._closed:
             raise ConflictError(

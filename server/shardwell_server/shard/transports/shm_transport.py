@@ -16,11 +16,13 @@ from typing import ClassVar
 from weakref import WeakValueDictionary
 
 from shardwell_server.shard.concurrency import uninterrupted
-from shardwell_server.shard.memory.budget import Memory
+from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.requests import partition_requests
 from shardwell_server.shard.requests.pushes import Push, check_leases
-from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.requests.relay import RelayedSession
+from shardwell_server.shard.requests.relayed_shards import RelayedShard
+from shardwell_server.shard.state.shard_store import ShardStore, named_identity
 from shardwell_server.shard.transports.shm_buffers import DescriptorSocket, SharedGradientBuffer
 from shardwell_server.shard.unit.partitions import PartitionState, SharedStagingBuffer, StagedPartition
 from shardwell_server.shard.unit.unit_shard import UnitShard
@@ -31,6 +33,8 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.topology import state_places
 from shardwell_wire.security.tokens import Identity
 from shardwell_wire.v1 import common_pb2, shard_pb2
+
+RelayRequest = shard_pb2.RelayUnitRequest | shard_pb2.ReadRelayedRequest | shard_pb2.SkipRelayRequest
 
 PROOF_FILE_BYTES = 1 << 20
 """Size of the proof file. Trainers also measure the bandwidth of shared memory with it."""
@@ -61,12 +65,14 @@ class ShmTransport:
         return self._socket.serving()
 
     @asynccontextmanager
-    async def open(self, run: RunIdentity, caller: Identity | None) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
-        """Opens a session; see ``ServerTransport.open``."""
+    async def open(
+        self, run: RunIdentity, caller: Identity | None, relayed: RelayedSession | None = None
+    ) -> AsyncIterator[shard_pb2.OpenTransportResponse]:
+        """Opens a session; see ``ServerTransport.open``. ``relayed``: what this server relays for the trainer."""
         transport_id, proof = secrets.token_hex(8), self._proof or self._make_proof()
         name = session_name(transport_id, _start_of(proof))
         token = secrets.token_bytes(TOKEN_BYTES)
-        session = ShmSession(run, self._shared, self._memory)
+        session = ShmSession(run, self._shared, self._memory, relayed)
         self._open[name] = self._by_token[_digest(token)] = session
         try:
             offer = shard_pb2.SharedMemoryOffer(
@@ -95,6 +101,21 @@ class ShmTransport:
     def _open_offered(self, token: bytes, name: str) -> int | None:
         session = self._by_token.get(_digest(token))
         return None if session is None else session.open_offered(name)
+
+    def relay_session(self, request: RelayRequest) -> tuple[ShmSession, RelayedSession]:
+        """Returns an open session in which this server relays. Raises ConflictError if there is none."""
+        session = self.session(request.transport_id, named_identity(request))
+        if session.relayed is None:
+            raise ConflictError("the shm session is not one to a relay: open one with OpenTransportRequest.relay")
+        return session, session.relayed
+
+    def find_relay_session(self, name: str, run: RunIdentity) -> tuple[ShmSession, RelayedSession] | None:
+        """Returns an open session in which this server relays. None: the session is of another kind, or is not open."""
+        session = self._open.get(name)
+        if session is None or session.relayed is None:
+            return None
+        session.check_run(run)
+        return session, session.relayed
 
     def session(self, name: str, run: RunIdentity) -> ShmSession:
         """Returns an open session of a run.
@@ -128,10 +149,13 @@ class ShmSession:
         run: The run that the session belongs to.
         shared: Shared memory for buffers.
         memory: The server's memory budget.
+        relayed: What this server relays for the trainer. None: the trainer uses the server's own shards.
     """
 
-    def __init__(self, run: RunIdentity, shared: SharedMemory, memory: Memory) -> None:
-        self._run, self._shared, self._memory = run, shared, memory
+    def __init__(
+        self, run: RunIdentity, shared: SharedMemory, memory: Memory, relayed: RelayedSession | None = None
+    ) -> None:
+        self._run, self._shared, self._memory, self.relayed = run, shared, memory, relayed
         self._gradient_buffers: dict[int, SharedGradientBuffer] = {}
         self._staging_buffers: dict[int, tuple[UnitShard, int, SharedStagingBuffer]] = {}
         self._numbers = itertools.count(1)
@@ -157,14 +181,16 @@ class ShmSession:
                 f"run {run.name!r} with id {run.run_id}: open another session"
             )
 
-    def open_gradient_buffer(self, shard: UnitShard) -> tuple[int, SharedGradientBuffer]:
-        """Makes a gradient buffer for a shard; returns its number and the buffer.
+    def open_gradient_buffer(
+        self, shard: UnitShard | RelayedShard, quota: BufferQuota
+    ) -> tuple[int, SharedGradientBuffer]:
+        """Makes a gradient buffer for a shard; returns its number and the buffer. ``quota``: what is reserved for it.
 
         Raises:
             CapacityError: The buffer does not fit the memory budget or the shared memory.
         """
         what = f"a gradient buffer for {shard.what}"
-        grant = self._memory.grant(shard.size_bytes, shard.gradient.quota, what)
+        grant = self._memory.grant(shard.size_bytes, quota, what)
         try:
             shared = self._shared.create_sealed(shard.size_bytes, what)
         except BaseException:
@@ -264,11 +290,16 @@ def open_gradient_buffer(
     store: ShardStore, shm: ShmTransport, request: shard_pb2.OpenGradientBufferRequest
 ) -> shard_pb2.OpenGradientBufferResponse:
     """Makes a shared gradient buffer. Raises as ``ShmSession.open_gradient_buffer`` does."""
+    if (relayed := shm.find_relay_session(request.transport_id, named_identity(request))) is not None:
+        session, at = relayed
+        relayed_shard = at.run.shard(request.unit, request.start_bytes)
+        number, gradient_buffer = session.open_gradient_buffer(relayed_shard, BufferQuota(0))
+        return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, file=session.offer(gradient_buffer.file))
     store.lease.check()
     run = store.exact_run(request)
     session = shm.session(request.transport_id, run.identity)
     shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
-    number, gradient_buffer = session.open_gradient_buffer(shard)
+    number, gradient_buffer = session.open_gradient_buffer(shard, shard.gradient.quota)
     return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, file=session.offer(gradient_buffer.file))
 
 
@@ -276,8 +307,9 @@ def close_shared_buffers(
     store: ShardStore, shm: ShmTransport, request: shard_pb2.CloseSharedBuffersRequest
 ) -> shard_pb2.CloseSharedBuffersResponse:
     """Closes buffers of a session. Raises ConflictError if the session is not open."""
-    run = store.exact_run(request)
-    shm.session(request.transport_id, run.identity).close_buffers(request.buffer_ids)
+    relayed = shm.find_relay_session(request.transport_id, named_identity(request))
+    session = relayed[0] if relayed else shm.session(request.transport_id, store.exact_run(request).identity)
+    session.close_buffers(request.buffer_ids)
     return shard_pb2.CloseSharedBuffersResponse()
 
 
@@ -294,6 +326,9 @@ async def reduce_gradient_buffer(
     """
     header = request.header
     check_leases(store, header)
+    if (relayed := shm.find_relay_session(request.transport_id, named_identity(header.context))) is not None:
+        session, at = relayed
+        return await at.push(header, session.gradient_buffer(request.gradient_buffer_id))
     # Checked as ReduceScatter: a push may be repeated over another transport, or from another gradient buffer.
     store.requests.check_content("ReduceScatter", header.context, header)
     store.lease.check()
@@ -304,6 +339,32 @@ async def reduce_gradient_buffer(
     return shard_pb2.ReduceGradientBufferResponse(
         duplicate=duplicate, version=header.context.step, adopted=gradient_buffer.claimed
     )
+
+
+def relay_unit(shm: ShmTransport, request: shard_pb2.RelayUnitRequest) -> shard_pb2.RelayUnitResponse:
+    """Relays a unit from now on. Raises as ``RelayedRun.name_unit`` does."""
+    session, at = shm.relay_session(request)
+    segments = [
+        shard_pb2.SharedSegment(file=session.offer(cached.file.shared), size_bytes=cached.size_bytes)
+        for cached in at.run.name_unit(request)
+    ]
+    return shard_pb2.RelayUnitResponse(segments=segments)
+
+
+async def read_relayed(
+    shm: ShmTransport, request: shard_pb2.ReadRelayedRequest, wait_s: float
+) -> shard_pb2.ReadRelayedResponse:
+    """Waits until a cached shard has a version. Raises as ``CachedShard.read`` does."""
+    _, at = shm.relay_session(request)
+    cached = at.run.cached(request.unit, request.start_bytes)
+    return await cached.read(request.version, wait_s, accepts_deltas=request.accepts_deltas)
+
+
+def skip_relay(shm: ShmTransport, request: shard_pb2.SkipRelayRequest) -> shard_pb2.SkipRelayResponse:
+    """Waits for no gradient of the trainer's group in a step."""
+    _, at = shm.relay_session(request)
+    at.skip(request.step)
+    return shard_pb2.SkipRelayResponse()
 
 
 async def open_staging_buffer(

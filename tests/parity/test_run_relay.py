@@ -1,0 +1,142 @@
+"""A relay changes no bit, also if it dies at any instant, and is used again after a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwell
+from shardwell.processes.local_cluster import ServerProcess
+from shardwell.transport.service_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
+from tests.support import transformer
+from tests.support.cluster import join_options, wait_until
+from tests.support.processes import TrainerProcess
+from tests.support.reference import ADAMW, sha256, train_plain
+from tests.support.relay import relay_process
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 6
+REMOTE = "socket,grpc"
+"""Without shared memory, a server on this host behaves as a server on another host."""
+
+
+@pytest.fixture(scope="module")
+def plain_hash() -> str:
+    model = transformer.build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    train_plain(model, optimizer, transformer.batch, dp=2, steps=STEPS)
+    return sha256(model.state_dict())
+
+
+@pytest.fixture
+def relay(cluster: shardwell.LocalCluster, tmp_path: Path) -> Iterator[ServerProcess]:
+    with relay_process(cluster, tmp_path) as process:
+        yield process
+
+
+def restart(relay: ServerProcess) -> None:
+    relay.restart(time.monotonic() + 60)
+
+
+def train(session: shardwell.Session, at_step: dict[int, Any]) -> str:
+    """Trains the transformer; calls a function in the first forward of some steps; returns the hash."""
+    model = transformer.build()
+    for block in model.blocks:
+        shardwell.fully_shard(block, session)
+    shardwell.fully_shard(model, session)
+    optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
+    for step in session.steps(STEPS):
+        for tokens in step.batches(transformer.batch):
+            at_step.pop(step.number, lambda: None)()
+            model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sha256(shardwell.full_state_dict(model))
+
+
+def joined(cluster: shardwell.LocalCluster, **options: Any) -> shardwell.Session:
+    world = shardwell.World(dp=2)
+    return shardwell.join(
+        cluster.address,
+        run=uuid.uuid4().hex,
+        world=world,
+        min_trainers=1,
+        **join_options(transports=REMOTE, host_cache_bytes=1 << 30, **options),
+    )
+
+
+def test_relay_owns_nothing_and_is_preferred(cluster: shardwell.LocalCluster, relay: ServerProcess) -> None:
+    with joined(cluster) as session:
+        train(session, {})
+        assert session.stats()["cache_hit_bytes"] > 0
+        client = CoordinatorClient(cluster.address)
+        try:
+            listed = client.call("ListServers", coordinator_pb2.ListServersRequest())
+        finally:
+            client.close()
+    (at,) = [server for server in listed.servers if server.server_id == "relay-0"]
+    assert (at.owns_nothing, at.live, at.primary_count, at.backup_count) == (True, True, 0, 0)
+    assert at.address == relay.address
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_killed_relay_changes_no_bit_and_is_used_again(
+    cluster: shardwell.LocalCluster, relay: ServerProcess, dtype: str
+) -> None:
+    with joined(cluster, gather_dtype=dtype) as session:
+        undisturbed = train(session, {})
+    with joined(cluster, gather_dtype=dtype) as session:
+        store = session.store
+
+        def used_again() -> None:
+            restart(relay)
+            wait_until(lambda: store._relay.find() is not None, "the relay")
+            wait_until(
+                lambda: all(shard.cached.is_relayed for unit in store._units.values() for shard in unit.shards),
+                "shards at the relay",
+            )
+
+        assert train(session, {1: relay.kill, 4: used_again}) == undisturbed
+        assert all(shard.cached.is_relayed for unit in store._units.values() for shard in unit.shards)
+
+
+@pytest.mark.parametrize("route", ["direct"])
+def test_relay_that_dies_at_any_instant_changes_no_bit(
+    cluster: shardwell.LocalCluster,
+    relay: ServerProcess,
+    plain_hash: str,
+    route: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", REMOTE)
+    monkeypatch.setenv("SHARDWELL_HOST_CACHE_BYTES", str(1 << 30))
+    monkeypatch.setenv("SHARDWELL_GRADIENT_REDUCTION", route)
+    over, run = threading.Event(), uuid.uuid4().hex
+
+    def kill_again_and_again() -> None:
+        while not over.wait(0.4):
+            relay.kill()
+            restart(relay)
+
+    killer = threading.Thread(target=kill_again_and_again)
+    options = ("--dp", 2, "--steps", STEPS)
+    with (
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as second,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0) as first,
+    ):
+        killer.start()
+        try:
+            results = [first.finish(), second.finish()]
+        finally:
+            over.set()
+            killer.join()
+    assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
