@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 import shardwell
 from tests.support.buffer_trainer import plain_state, state_hash
+from tests.support.cluster import cluster_fixture
 from tests.support.processes import TrainerProcess
 
 STEPS = 4
@@ -20,10 +20,7 @@ class BufferTrainer(TrainerProcess):
     module = "tests.support.buffer_trainer"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.5) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2, lease_s=1.5)
 
 
 @cache

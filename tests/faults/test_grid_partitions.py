@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,16 +9,14 @@ import pytest
 
 import shardwell
 from tests.faults.test_lost_replica_member import LEASE_S, STEPS, Grid, state_of
+from tests.support.cluster import cluster_fixture
 
 AT_STEP = 2
 OPTIMIZER = ("--client-side", "Adam")
 World = tuple[int, int, int]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2, lease_s=LEASE_S)
 
 
 @pytest.fixture(scope="module")

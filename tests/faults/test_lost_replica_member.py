@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.fault_points import Fault
 from tests.faults.test_rollback import describe, lose
-from tests.support.cluster import wait_until
+from tests.support.cluster import cluster_fixture, wait_until
 from tests.support.processes import TrainerProcess
 
 STEPS, AT_STEP, LEASE_S = 5, 2, 1.5
@@ -32,10 +31,7 @@ class PipelineTrainer(TrainerProcess):
     module = "tests.support.pipeline_trainer"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2, lease_s=LEASE_S)
 
 
 class Grid:

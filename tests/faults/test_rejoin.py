@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 
 import pytest
 
 import shardwell
+from tests.support.cluster import cluster_fixture
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 
 STEPS = 8
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.0) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2, lease_s=1.0)
 
 
 @pytest.mark.parametrize("clip", [None, 1e9])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from shardwell_wire.checkpoints.folder import Entry, RunFolder
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.checkpoint_trainer import KINDS
-from tests.support.cluster import wait_until
+from tests.support.cluster import cluster_fixture, wait_until
 from tests.support.processes import TrainerProcess
 
 STEPS = 6
@@ -27,16 +26,10 @@ class CheckpointTrainer(TrainerProcess):
     module = "tests.support.checkpoint_trainer"
 
 
-@pytest.fixture(scope="module")
-def two_servers() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as running:
-        yield running
+two_servers = cluster_fixture(num_shards=2, lease_s=2.0)
 
 
-@pytest.fixture(scope="module")
-def three_servers() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.0) as running:
-        yield running
+three_servers = cluster_fixture(num_shards=3, lease_s=2.0)
 
 
 def train(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Iterator
 
 import grpc
 import pytest
 
 import shardwell
 from shardwell.transport.shm_transport import ShmTransport
-from tests.support.cluster import small_run, wait_until
+from tests.support.cluster import cluster_fixture, small_run, wait_until
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 from tests.support.shared_files import SHARED_MEMORY, files_of, folder_of
@@ -22,10 +21,7 @@ UNITS = 4
 """Number of units of the transformer. Each has a shard on every server."""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.5) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2, lease_s=1.5)
 
 
 @pytest.fixture(scope="module")

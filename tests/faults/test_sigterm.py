@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,16 +13,14 @@ from torch import nn
 import shardwell
 import shardwell.testing
 from shardwell.training.work_items import preemption
+from tests.support.cluster import cluster_fixture
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 
 STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=1, min_shard_bytes=4096, lease_s=60.0) as running:
-        yield running
+cluster = cluster_fixture(num_shards=1, lease_s=60.0)
 
 
 @pytest.mark.parametrize("at_step", [0, 3])

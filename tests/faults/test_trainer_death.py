@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -11,16 +10,14 @@ import pytest
 import shardwell
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
+from tests.support.cluster import cluster_fixture
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
 
 STEPS = 6
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=1.5) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2, lease_s=1.5)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,9 @@ from shardwell_wire.errors import (
     UnitMismatchError,
 )
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import wait_until
+from tests.support.cluster import cluster_fixture, wait_until
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 import shardwell
 from shardwell_wire.errors import ConflictError, UnitMismatchError
+from tests.support.cluster import cluster_fixture
 from tests.support.grid_runs import read, train
 from tests.support.grid_trainer import OPTIMIZER, Block, Model, build, compute
 
@@ -19,10 +19,7 @@ Grid = tuple[int, int, int]
 SAVED, STEPS = 2, 4
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
-        yield running
+cluster = cluster_fixture(num_shards=2)
 
 
 class Saved:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 import shardwell
 from tests.integration.test_checkpoints import events_of
 from tests.support import transformer
+from tests.support.cluster import cluster_fixture
 from tests.support.reference import ADAMW, train_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,10 +33,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Parameters], Any], Callable[[Parameters], 
 }
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[shardwell.LocalCluster]:
-    with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096) as running:
-        yield running
+cluster = cluster_fixture(num_shards=3)
 
 
 def train(

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,21 @@ def join_options(**options: Any) -> dict[str, Any]:
         if names:
             given[name] = group(**{option: given.pop(option) for option in names})
     return given
+
+
+def cluster_fixture(**options: Any) -> Any:
+    """Returns a fixture: a cluster of a module's own, which its tests may damage.
+
+    Args:
+        **options: Arguments of ``LocalCluster``.
+    """
+
+    @pytest.fixture(scope="module")
+    def cluster() -> Iterator[shardwell.LocalCluster]:
+        with shardwell.LocalCluster(min_shard_bytes=4096, **options) as running:
+            yield running
+
+    return cluster
 
 
 def build_model() -> nn.Sequential:

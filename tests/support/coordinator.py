@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
+from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.signals import BackgroundTasks
 from shardwell_server.coordinator.storage.durable_state import Storage
@@ -400,3 +401,24 @@ def finished_item(item: coordinator_pb2.WorkItem, parts: dict[int, int] | None =
             for unit_index, count in ({0: 1} if parts is None else parts).items()
         ],
     )
+
+
+def proposers(cluster: Harness) -> set[str]:
+    """Returns the trainers that have proposed the step in flight."""
+    (step,) = cluster.state.runs["r"].work.steps
+    return set(step.proposals)
+
+
+async def take_step(trainers: list[Trainer], step: int, **changes: Any) -> coordinator_pb2.CommitStepResponse:
+    for trainer in trainers:
+        await trainer.finish(step)
+    responses = [await trainer.commit(step, wait_s=5, **changes) for trainer in trainers]
+    assert all(response.committed for response in responses)
+    return responses[0]
+
+
+async def until_lost(cluster: Harness, *names: str) -> None:
+    """Expires leases, and returns when the coordinator counts the servers as lost."""
+    cluster.coordinator.expire()
+    states = cluster.state.cluster.servers
+    await cluster.until(lambda: all(states[name].state is ServerState.LOST for name in names), f"the loss of {names}")

@@ -14,9 +14,8 @@ from shardwell_wire.errors import (
     NotFoundError,
     UnavailableError,
 )
-from tests.support.coordinator import Harness, unit
+from tests.support.coordinator import Harness, unit, until_lost
 from tests.support.fake_shards import fail_times
-from tests.support.lost_servers import until_lost
 
 
 async def test_requests_that_need_a_lost_server_fail_until_it_returns(cluster: Harness) -> None:

@@ -14,8 +14,7 @@ from shardwell_wire.errors import (
     UnavailableError,
 )
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import Harness
-from tests.support.lost_servers import until_lost
+from tests.support.coordinator import Harness, until_lost
 
 
 @pytest.mark.parametrize(

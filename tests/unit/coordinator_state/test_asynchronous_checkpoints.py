@@ -13,8 +13,7 @@ from shardwell_wire.errors import RunMismatchError
 from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.asynchronous import commits, take_item, team
-from tests.support.coordinator import Harness, Trainer, config, harness
-from tests.support.coordinator_steps import take_step
+from tests.support.coordinator import Harness, Trainer, config, harness, take_step
 
 
 @pytest.fixture(autouse=True)

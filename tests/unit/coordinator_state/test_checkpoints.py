@@ -30,8 +30,7 @@ from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.coordinator import Harness, Trainer, config, harness, run_async
-from tests.support.coordinator_steps import take_step
+from tests.support.coordinator import Harness, Trainer, config, harness, run_async, take_step
 
 
 def test_times_of_checkpoints_ascend_although_the_clock_is_set_back() -> None:

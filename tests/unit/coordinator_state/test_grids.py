@@ -27,8 +27,7 @@ from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2
 from tests.support.checkpoints import write_checkpoint
-from tests.support.coordinator import SGD, Harness, Trainer, config
-from tests.support.coordinator_steps import take_step
+from tests.support.coordinator import SGD, Harness, Trainer, config, take_step
 
 STEP, SEED, WORLD = 3, 3, World(dp=1)
 

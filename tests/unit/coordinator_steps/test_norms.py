@@ -21,8 +21,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.model.optimizers import KEPT_GROUP
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, shard_pb2
-from tests.support.coordinator import Harness, harness, optimizer, run_async, unit
-from tests.support.coordinator_steps import take_step
+from tests.support.coordinator import Harness, harness, optimizer, run_async, take_step, unit
 from tests.support.fake_shards import fail_times
 
 

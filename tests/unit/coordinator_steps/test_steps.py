@@ -22,8 +22,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import SGD, Harness, optimizer
-from tests.support.coordinator_steps import proposers, take_step
+from tests.support.coordinator import SGD, Harness, optimizer, proposers, take_step
 from tests.support.fake_shards import fail_times
 
 

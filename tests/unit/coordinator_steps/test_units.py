@@ -21,9 +21,8 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2
-from tests.support.coordinator import Harness, unit
+from tests.support.coordinator import Harness, unit, until_lost
 from tests.support.fake_shards import COST, fail_times
-from tests.support.lost_servers import until_lost
 
 
 async def test_first_declaration_places_the_unit_for_all_trainers(cluster: Harness) -> None:

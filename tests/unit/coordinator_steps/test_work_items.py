@@ -19,8 +19,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import Harness, config, finished_item, optimizer
-from tests.support.coordinator_steps import proposers, take_step
+from tests.support.coordinator import Harness, config, finished_item, optimizer, proposers, take_step
 from tests.support.fake_shards import fail_times
 
 
