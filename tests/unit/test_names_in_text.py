@@ -1,4 +1,4 @@
-"""Imports exist: those of modules, and those in strings, such as programs of tests, in docstrings, docs and scripts."""
+"""Imports and paths in texts exist: in modules, in strings such as programs of tests, in docstrings, docs and scripts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDERS = {
 """The packages and their folders."""
 
 PLACES = ("client", "server", "protos", "tests", "benchmarks", "examples", "docs", "deploy", ".ci")
-SUFFIXES = ("", ".md", ".py", ".sh", ".yaml", ".yml")
+SUFFIXES = ("", ".md", ".proto", ".py", ".sh", ".yaml", ".yml")
 """Folders and kinds of files in which imports are looked for, besides the files of the root."""
 
 MODULE = rf"((?:{'|'.join(FOLDERS)})(?:\.\w+)*)"
@@ -31,6 +31,12 @@ IMPORT = re.compile(
     rf"|(?:-m[ =]|\"-m\", \"){MODULE}"
 )
 """``from MODULE import NAMES``, ``import MODULE`` and ``python -m MODULE``."""
+
+PATH = re.compile(r"(?<!`)`{1,2}((?:[\w.-]+/)*(?:[\w-]+\.(?:py|proto)|[a-z_]+/))`{1,2}")
+"""A file or a folder between backticks."""
+
+EXAMPLES = {"train.py"}
+"""Names of files that stand for a user's own."""
 
 
 def texts() -> Iterator[Path]:
@@ -100,3 +106,37 @@ def test_imports_in_texts_exist() -> None:
 )
 def test_a_name_that_does_not_exist_is_found(text: str, name: str) -> None:
     assert list(missing(text)) == [name]
+
+
+@cache
+def paths() -> frozenset[str]:
+    """Returns all files and folders below ``PLACES``, and each of their ends, such as ``module/unit.py``."""
+    found = (path for place in PLACES for path in (ROOT / place).rglob("*") if "__pycache__" not in path.parts)
+    parts = [path.relative_to(ROOT).parts for path in (*found, *map(ROOT.joinpath, PLACES))]
+    return frozenset("/".join(each[first:]) for each in parts for first in range(len(each)))
+
+
+def missing_paths(text: str) -> Iterator[str]:
+    """Yields the files and folders that a text names and that do not exist. Capital words stand for other names."""
+    for path in PATH.findall(text):
+        if path.rstrip("/") not in paths() | EXAMPLES and not re.search(r"\b[A-Z]+(?=[_./-])", path):
+            yield path
+
+
+def test_paths_in_texts_exist() -> None:
+    found = ((path, name) for path in texts() if path != Path(__file__) for name in missing_paths(path.read_text()))
+    wrong = [f"{path.relative_to(ROOT)}: {name}" for path, name in found]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("| a gather | `module/unit.py`, `module/gone.py` |", "module/gone.py"),
+        ("See Note: [Sums] in ``gone.py``.", "gone.py"),
+        ("`shardwell_wire/v1/gone.proto`", "shardwell_wire/v1/gone.proto"),
+        ("`client/shardwell/gone/`", "client/shardwell/gone/"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_found(text: str, path: str) -> None:
+    assert list(missing_paths(text)) == [path]

@@ -79,7 +79,7 @@ class MembershipConnection:
         """Returns the state of a process whose stream broke. Waits for at most ``grace_s``.
 
         Args:
-            process: Process identity, as returned by ``process_identity``. Empty: unknown.
+            process: Process identity, as returned by ``server_folders.own_identity``. Empty: unknown.
             was_silent: True if the process had been silent for too long when its stream broke.
             grace_s: Time in which the process can open a stream, in seconds.
         """

@@ -140,7 +140,7 @@ class Member:
     rpcs_in_progress: int = 0
     """Rpcs of the trainer that are being served. The lease cannot expire while this is above 0."""
     process: str = ""
-    """Process identity, as returned by ``process_identity``. Empty: unknown."""
+    """Process identity, as returned by ``server_folders.own_identity``. Empty: unknown."""
     has_residuals: bool = False
     """True if the trainer has residuals of error feedback. Known from its membership stream."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)

@@ -47,7 +47,7 @@ class Applicant:
     host: str = ""
     requested_rank: int | None = None
     process: str = ""
-    """Process identity, see ``process_identity``. Empty: unknown."""
+    """Process identity, see ``own_identity``. Empty: unknown."""
 
 
 class RankOwners:

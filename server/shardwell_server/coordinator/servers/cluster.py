@@ -52,7 +52,7 @@ class Server:
     last_seen_s: float
     """Clock time of the last request."""
     process: str = ""
-    """Process identity as returned by ``process_identity``. Empty: unknown."""
+    """Process identity as returned by ``server_folders.own_identity``. Empty: unknown."""
     reserved_bytes: int = 0
     used_bytes: int = 0
     replicated_bytes: int = 0

@@ -407,7 +407,7 @@ def _divide_small(means: list[torch.Tensor], dp: int) -> None:
 
 
 def _squares(shards: Sequence[Sequence[torch.Tensor]]) -> list[list[float]]:
-    """Returns ``block_squares`` of the rows of each shard."""
+    """Returns the sums of squares of the blocks of each shard: a list per shard, from its rows."""
     by_length: dict[int, list[torch.Tensor]] = {}
     for rows in shards:
         for piece in rows:
