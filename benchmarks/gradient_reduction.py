@@ -2,7 +2,7 @@
 
 Two hosts with two trainers each, and hosts with a shard server each, are network namespaces of this machine
 (``network.py``). The run adds gradients in pairs, so that each host has a complete reduction group. With ``direct``
-every trainer pushes its gradient. With ``hierarchical`` the trainers of a host push their sum. With ``allreduce`` all
+every trainer pushes its gradient. With ``hierarchical`` the relay of a host pushes their sum. With ``allreduce`` all
 trainers add and push a part of the sum each. ``adaptive`` chooses one of these for each unit. The variants take turns
 of a few steps at every rate. The losses of all must agree, because the weights are bit-identical.
 """
@@ -23,6 +23,7 @@ from benchmarks.slow_network import (
     MODEL,
     TINY_MODEL,
     WARMUP_STEPS,
+    address_of,
     count_parameters,
     positive,
     rate_argument,
@@ -93,6 +94,13 @@ def start_variant(name: str, network: Network, model: GPTConfig) -> Iterator[Gro
     trainer_hosts, server_hosts = network.hosts[:NUM_TRAINER_HOSTS], network.hosts[NUM_TRAINER_HOSTS:]
     with ExitStack() as stack:
         servers, address = start_servers(stack, server_hosts)
+        if name in ("hierarchical", "adaptive"):
+            relays = [
+                start(stack, host, "shardwell_server", ["relay", "--coordinator", address, "--exit-with-parent"])
+                for host in trainer_hosts
+            ]
+            for relay in relays:
+                address_of(relay)
         shape = {
             "kind": "shardwell-fp32",
             "address": address,

@@ -113,9 +113,10 @@ class TransferOptions(_Options):
     backward_prefetch: str = BackwardPrefetch.PRE
     """When a backward gathers the next unit: ``pre``, ``post`` or ``none``, as in FSDP1."""
     host_cache_bytes: int = field(default=0, metadata={_ONE_VERSION: "the trainers of a host read different versions"})
-    """Bytes of shared memory that the run's trainers of this host use together to cache weights of remote servers.
+    """Bytes of shared memory in which the relay of this host caches weights of remote servers for the run's trainers.
     Each weight is then fetched once per host and step. All trainers of a host must use the same value. 0 by default,
-    because the cache never returns its memory during the run."""
+    because the cache never returns its memory during the run. Without a relay (a shard server on this host, or
+    ``shardwell-server relay``), every trainer fetches by itself."""
     delta_cache_bytes: int = 0
     """Bytes of memory in which this trainer keeps weights as they travelled, so that the servers send only what has
     changed since. Needs a ``gather_dtype`` of 16 bits. Weights in the host cache are not kept again. The weights are
@@ -128,8 +129,8 @@ class TransferOptions(_Options):
     gradient_reduction: str = field(
         default=DIRECT, metadata={_ONE_VERSION: "the gradient of each rank is applied by itself"}
     )
-    """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own), ``hierarchical`` (on
-    this host, if it has all trainers of a reduction group of the run: they push their sum), ``allreduce`` (among the
+    """Where gradients are added first: ``direct`` (on the servers: each trainer pushes its own), ``hierarchical`` (by
+    the relay of this host, if the host has all trainers of a reduction group of the run), ``allreduce`` (among the
     trainers of the largest complete reduction group, on any hosts: each adds and pushes a part of the sum), or
     ``adaptive`` (one of these for each unit). All trainers of a run should use the same value. The weights are
     bit-identical."""

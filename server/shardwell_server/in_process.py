@@ -1,4 +1,4 @@
-"""A coordinator and shard servers in a thread of this process, for tests of training scripts."""
+"""A coordinator, shard servers and a relay in a thread of this process, for tests of training scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Serve = Callable[[Endpoint], Coroutine[Any, Any, None]]
 
 
 class InProcessServers:
-    """A coordinator and shard servers on an event loop of this process, without shared memory.
+    """A coordinator, shard servers without shared memory, and a relay, on an event loop of this process.
 
     Args:
         state_dir: An empty directory for the coordinator's state.
@@ -59,6 +59,8 @@ class InProcessServers:
                 ]
                 arguments = build_parser("shard").parse_args(["shard", *options, *own])
                 self._start(partial(serve, arguments))
+            relay = ["relay", "--coordinator", self.address, "--token-file", token_file]
+            self._start(partial(serve, build_parser("relay").parse_args(relay)))
         except BaseException:
             self.stop()
             raise

@@ -294,6 +294,25 @@ def test_restarted_trainer_rejoins_the_run(cluster: shardwell.LocalCluster, run_
         assert process.wait(30) == 0
 
 
+def test_relay_serves_the_trainers_of_a_launch(
+    cluster: shardwell.LocalCluster, run_name: str, script: Path, tmp_path: Path
+) -> None:
+    command = write(script, TRAIN, joins=str(tmp_path / "joins"), steps=3, starts=2)
+    remote = {
+        "SHARDWELL_TOKEN_FILE": cluster.token_file,
+        "SHARDWELL_TRANSPORTS": "socket,grpc",  # as if the servers were on another host
+        "SHARDWELL_HOST_CACHE_BYTES": str(1 << 20),
+        "SHARDWELL_GRADIENT_REDUCTION": "hierarchical",
+    }
+    options = ("--coordinator", cluster.address, "--relay", "--log-dir", str(tmp_path), "--run", run_name)
+    with launched(*options, command, **remote) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "[launch] relay for the trainers of this host at 127.0.0.1:" in output
+    assert "registered with the coordinator" in (tmp_path / "relay.log").read_text()
+    assert "no relay on host" not in output
+
+
 def test_invalid_launch_arguments_are_explained(launch: Launch) -> None:
     done = launch("absent.py")
     assert (done.returncode, done.stderr) == (1, "shardwell launch: no such script: absent.py\n")

@@ -109,7 +109,7 @@ def test_killed_relay_changes_no_bit_and_is_used_again(
         assert all(shard.cached.is_relayed for unit in store._units.values() for shard in unit.shards)
 
 
-@pytest.mark.parametrize("route", ["direct"])
+@pytest.mark.parametrize("route", ["direct", "hierarchical"])
 def test_relay_that_dies_at_any_instant_changes_no_bit(
     cluster: shardwell.LocalCluster,
     relay: ServerProcess,

@@ -13,10 +13,11 @@ import torch
 
 from shardwell.data_plane.batches import MAX_STREAM_BYTES, PushBatches
 from shardwell.data_plane.error_feedback import EncodedGradients
-from shardwell.data_plane.shard import RemoteShard, RemoteUnit, ShardPush, push_together
+from shardwell.data_plane.shard import RelayedPush, RemoteShard, RemoteUnit, ShardPush, push_together
 from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, closed_error, uninterrupted
 from shardwell.memory.device_copies import to_host
 from shardwell.transport.base import NearlyDone, PartHeader, PreparedPush
+from shardwell.transport.route_stats import DIRECT, HIERARCHICAL
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_wire.errors import ShardwellError
 
@@ -45,7 +46,7 @@ class UnitPush(Held):
         route: See ``Pushes.push``.
     """
 
-    __slots__ = ("excuse", "missing", "route", "size_bytes", "started_s", "when_pushed")
+    __slots__ = ("counted", "excuse", "missing", "route", "size_bytes", "started_s", "when_pushed")
 
     def __init__(
         self,
@@ -59,6 +60,8 @@ class UnitPush(Held):
         self.excuse, self.size_bytes, self.when_pushed, self.route = excuse, size_bytes, when_pushed, route
         self.missing = 0
         """Shards that do not have their part yet."""
+        self.counted: dict[str, list[int]] = {}
+        """Pushed bytes, and bytes in pushes of other trainers, by the routes of parts that the relay has pushed."""
         self.started_s = time.perf_counter() if route is not None else 0.0
 
 
@@ -172,6 +175,11 @@ class PushesInFlight:
             self._error = self._error or error
             for part in parts:
                 part.done, part.prepared, part.prepare = True, None, None  # the gradients are not needed any more
+                if part.counted is not None:
+                    route, pushed_bytes, peer_bytes = part.counted
+                    counted = part.of.counted.setdefault(route, [0, 0])
+                    counted[0] += pushed_bytes
+                    counted[1] += peer_bytes
                 part.of.missing -= 1
                 if not part.of.missing:
                     ended.append(part.of)
@@ -192,7 +200,9 @@ class PushesInFlight:
         """Counts pushes for their routes, and releases what they hold."""
         now_s = time.perf_counter()
         for push in ended:
-            if push.route is not None:
+            if push.route == HIERARCHICAL:
+                self._count_relayed(push, now_s - push.started_s)
+            elif push.route is not None:
                 self._stats.routes.add(push.route, pushed_bytes=push.size_bytes, seconds=now_s - push.started_s)
             if (when_pushed := push.when_pushed) is not None:
                 push.when_pushed = None
@@ -201,6 +211,15 @@ class PushesInFlight:
                 except Exception as error:
                     self.fail(error)
         self.release(ended)
+
+    def _count_relayed(self, push: UnitPush, seconds: float) -> None:
+        """Counts the parts of a push that has ended for the routes on which the relay has pushed them."""
+        relayed_bytes = sum(map(sum, push.counted.values()))
+        if push.size_bytes > relayed_bytes:  # parts that the relay did not take
+            push.counted.setdefault(DIRECT, [0, 0])[0] += push.size_bytes - relayed_bytes
+        for route, (pushed_bytes, peer_bytes) in push.counted.items():
+            self._stats.routes.add(route, pushed_bytes=pushed_bytes, peer_bytes=peer_bytes, seconds=seconds)
+            self._stats.pushed_bytes += pushed_bytes
 
     def await_part(self, part: ShardPush) -> None:
         """Waits until a part has ended. Raises its error."""
@@ -262,6 +281,7 @@ class Pushes:
         excuse: Excuse = lambda _: False,
         *,
         route: str | None = None,
+        via: RelayedPush | None = None,
     ) -> None:
         """Starts to push one part of a contribution to every owner of the unit.
 
@@ -273,6 +293,7 @@ class Pushes:
             gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
             excuse: Returns whether an error of this push does not matter. Called in any thread.
             route: The route for which the push is counted. None: none.
+            via: How the gradients go through the relay, on the route ``hierarchical``.
         """
         self._in_flight.raise_error()
         flats, size, copied = dict[int, torch.Tensor](), 0, None
@@ -286,9 +307,9 @@ class Pushes:
                 flats[index] = flat = gradient.detach().contiguous()
             size += flat.nbytes
         if copied is None:  # the parts that go through shared memory are copied before this method returns
-            prepare: Prepare = lambda shard: shard.prepare_push(header, flats)  # noqa: E731
+            prepare: Prepare = lambda shard: shard.prepare_push(header, flats, via)  # noqa: E731
         else:
-            prepare = partial(_read_later, copied, header, flats)
+            prepare = partial(_read_later, copied, header, flats, via)
         self._push(unit, prepare, UnitPush(excuse, size, route=route), copies=copied is None)
 
     def push_encoded(
@@ -414,7 +435,8 @@ class Pushes:
         """
         with self._starting:
             self.stats.push_count += 1
-            self.stats.pushed_bytes += push.size_bytes
+            if push.route != HIERARCHICAL:  # otherwise the relay says what it has pushed
+                self.stats.pushed_bytes += push.size_bytes
             push.missing, started_count = len(unit.shards) if numbers is None else len(numbers), 0
             count = push.missing
             try:
@@ -434,7 +456,7 @@ class Pushes:
         """Queues the push of a shard's part: with those of other units if it is small, or else by itself."""
         server, key, limit_bytes = part.server, part.key, self._max_batched_bytes
         previous = self._last_part.get(key)
-        if part.prepared is not None and limit_bytes is not None and part.stream_bytes <= limit_bytes:
+        if part.prepared is not None and limit_bytes is not None and part.stream_bytes <= limit_bytes and not part.via:
             batches = self._batches.get(server) or self._open_batches(server)
             # The pushes of one queue are sent in order.
             if previous is None or previous.done or previous.batches is batches:
@@ -544,7 +566,11 @@ def _failed(error: ShardwellError, shard: RemoteShard) -> ShardPush:
 
 
 def _read_later(
-    copied: Callable[[], None], header: PartHeader, flats: Mapping[int, torch.Tensor], shard: RemoteShard
+    copied: Callable[[], None],
+    header: PartHeader,
+    flats: Mapping[int, torch.Tensor],
+    via: RelayedPush | None,
+    shard: RemoteShard,
 ) -> ShardPush:
     """Prepares a push of a shard's part that is read when the copy from the GPU is done."""
 
@@ -552,4 +578,4 @@ def _read_later(
         copied()
         return flats
 
-    return shard.prepare_push_later(header, read)
+    return shard.prepare_push_later(header, read, via)

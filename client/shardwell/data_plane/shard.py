@@ -32,15 +32,16 @@ from shardwell.transport.base import (
     ShardRead,
     ignore,
 )
-from shardwell.transport.relay_connection import RelayLostError
+from shardwell.transport.relay_connection import RelayConnection, RelayLostError
 from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Resending
+from shardwell.transport.route_stats import DIRECT, HIERARCHICAL
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import value_deltas
 from shardwell_wire.encoding.streams import RangePlans
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
-from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError
+from shardwell_wire.errors import ShardwellError, StaleEpochError, StepStateError, UnavailableError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 
@@ -175,6 +176,35 @@ def fetch_together(server: ServerConnection, fetches: Sequence[ShardFetch], arri
     server.fetch_batch(fetches, arrived, wait_limit_s=fetches[0].remote.wait_limit_s)
 
 
+@dataclass(frozen=True, slots=True)
+class RelayedPush:
+    """How a gradient goes through the relay of this host, which adds it to those of the other trainers.
+
+    If the relay fails in any way, the owner of the shard gets the gradient.
+    """
+
+    relay: RelayConnection
+    note_sum: Callable[[Sequence[int], int], None]
+    """Called in any thread with the ranks in a sum, and the bytes that were pushed for this trainer."""
+    spoil: Callable[[], None]
+    """Called in any thread if the attempt at the work item must start again."""
+
+    def push(self, prepared: PreparedPush, shard: RemoteShard, limit_s: float) -> tuple[str, int, int] | None:
+        """Pushes a part through the relay; returns ``ShardPush.counted``. None: the owner must get the part."""
+        try:
+            answer = self.relay.push_relayed(prepared, timeout_s=limit_s)
+        except (RelayLostError, ShardwellError) as error:
+            logger.info("a gradient of unit %r is pushed to its server: %s", prepared.cut.unit, error)
+            return None
+        ranks = answer.summed_dp_ranks
+        if not ranks:
+            return DIRECT, answer.pushed_bytes, 0
+        self.note_sum(ranks, answer.pushed_bytes)
+        if answer.pushed_bytes:
+            return HIERARCHICAL, answer.pushed_bytes, 0
+        return HIERARCHICAL, 0, sum(segment.size_bytes for segment in shard.segments_of(prepared.cut.indices))
+
+
 class ShardPush:
     """A push of one shard's part of a contribution, which runs when it is called, or in a batch. May be repeated.
 
@@ -187,6 +217,7 @@ class ShardPush:
 
     __slots__ = (
         "batches",
+        "counted",
         "done",
         "error",
         "key",
@@ -197,14 +228,24 @@ class ShardPush:
         "shard",
         "size_bytes",
         "stream_bytes",
+        "via",
     )
 
     def __init__(
-        self, shard: RemoteShard, server: ServerConnection, prepared: PreparedPush | None, stream_bytes: int
+        self,
+        shard: RemoteShard,
+        server: ServerConnection,
+        prepared: PreparedPush | None,
+        stream_bytes: int,
+        via: RelayedPush | None = None,
     ) -> None:
         self.shard, self.server, self.prepared, self.stream_bytes = shard, server, prepared, stream_bytes
         self.size_bytes = shard.stop_bytes - shard.start_bytes
         """Size of the shard."""
+        self.via = via
+        """How the part goes through the relay. None: it goes to the owner of the shard."""
+        self.counted: tuple[str, int, int] | None = None
+        """For a part with ``via``: its route, the pushed bytes, and the bytes that another trainer's push contains."""
         self.prepare: Callable[[], PreparedPush] | None = None
         # ---- set by ``Pushes``, which queues the push ----
         self.of: Any = None
@@ -223,11 +264,19 @@ class ShardPush:
         prepared, has_faults = self.prepared or self.require_prepared(), fault_points.are_armed()
         if has_faults:
             fault_points.reach("client.push.before", **details(prepared))
-        limit_s = self.shard.wait_limit_s
-        self.shard.owner.run(
-            lambda server, _: server.push(prepared, timeout_s=limit_s, nearly_done=nearly_done),
-            SHARED_TRANSFER if prepared.is_shared else TRANSFER,
-        )
+        limit_s, via = self.shard.wait_limit_s, self.via
+        if via is not None:
+            self.counted = via.push(prepared, self.shard, limit_s)
+        if self.counted is None:
+            try:
+                self.shard.owner.run(
+                    lambda server, _: server.push(prepared, timeout_s=limit_s, nearly_done=nearly_done),
+                    SHARED_TRANSFER if prepared.is_shared else TRANSFER,
+                )
+            except StepStateError as error:
+                if via is not None and "sum" in error.data:
+                    via.spoil()  # the relay has died after it had pushed the sum
+                raise
         if has_faults:
             fault_points.reach("client.push.after", **details(prepared))
 
@@ -475,18 +524,23 @@ class RemoteShard:
 
     # ---- pushing ----
 
-    def prepare_push_later(self, header: PartHeader, read: Callable[[], Mapping[int, torch.Tensor]]) -> ShardPush:
+    def prepare_push_later(
+        self, header: PartHeader, read: Callable[[], Mapping[int, torch.Tensor]], via: RelayedPush | None = None
+    ) -> ShardPush:
         """Prepares a push whose gradients are read when it is sent; see ``prepare_push``."""
-        later = ShardPush(self, self.owner.server, None, 0)
-        later.prepare = lambda: self.prepare_push(header, read()).require_prepared()
+        later = ShardPush(self, self.owner.server if via is None else via.relay, None, 0, via)
+        later.prepare = lambda: self.prepare_push(header, read(), via).require_prepared()
         return later
 
-    def prepare_push(self, header: PartHeader, flats: Mapping[int, torch.Tensor]) -> ShardPush:
+    def prepare_push(
+        self, header: PartHeader, flats: Mapping[int, torch.Tensor], via: RelayedPush | None = None
+    ) -> ShardPush:
         """Prepares a push of this shard's part of gradients.
 
         Args:
             header: Which part of which contribution it is.
             flats: Whole gradients by parameter index; contiguous, on the CPU, without a graph.
+            via: How they go through the relay. None: they go to the owner of the shard.
 
         Returns:
             The push, to be called in any thread. It refers to ``flats`` only if they are streamed: a transport through
@@ -494,6 +548,12 @@ class RemoteShard:
         """
         indices, wire_dtype = tuple(sorted(flats)), self._wire.push_dtype
         part = FlatGradients(self._plans, indices, wire_dtype, self.start_bytes, flats, self._wire.encoded)
+        if via is not None:
+            push = PreparedPush(self.address, self._cut(indices, wire_dtype)[0], header, part)
+            try:
+                return ShardPush(self, via.relay, via.relay.prepare_relayed(push), 0, via)
+            except (RelayLostError, ShardwellError) as error:
+                logger.info("a gradient of unit %r is pushed to its server: %s", self.address.layout.unit, error)
         return self._prepare(header, indices, part)
 
     def prepare_push_encoded(self, header: PartHeader, gradients: EncodedGradients) -> ShardPush:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from shardwell.processes import trainer_start
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell_wire.connection.channel import check_address
 from shardwell_wire.errors import UsageError
+from shardwell_wire.host.server_folders import temporary_folder
 from shardwell_wire.model.topology import World
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shardwell_wire.security.tls import TLS_VARIABLES
@@ -34,6 +35,7 @@ _LINE_END = re.compile(rb"([\r\n])")
 """Progress bars rewrite a line in place and end each state with a carriage return."""
 
 _POLL_S = 0.05
+_RELAY_START_S = 60.0
 _STOP_LIMIT_S = 10.0
 """Seconds after a stop signal before trainers are killed."""
 
@@ -109,6 +111,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--restart", type=_not_negative, default=0, metavar="N", help="restart a trainer that dies, up to N times"
     )
+    parser.add_argument(
+        "--relay",
+        action="store_true",
+        help="with --coordinator: start a relay for the trainers of this host, which fetches each weight once for all "
+        "of them and adds their gradients; needs the cluster's key, see shardwell-server relay",
+    )
     parser.add_argument("--log-dir", metavar="DIR", help="folder for the private cluster's logs (default: temporary)")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -179,7 +187,8 @@ class _Cluster:
 def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
     """Yields the cluster to use. A private cluster stops when the context ends."""
     if arguments.coordinator:
-        yield _Cluster(arguments.coordinator)
+        with _host_relay(arguments) if arguments.relay else nullcontext():
+            yield _Cluster(arguments.coordinator)
         return
     count = arguments.num_shards
     _print(f"starting a private cluster: a coordinator and {count} shard server{'s' * (count > 1)}")
@@ -187,6 +196,25 @@ def _cluster(arguments: argparse.Namespace) -> Iterator[_Cluster]:
         yield _Cluster(
             cluster.address, (cluster.coordinator, *cluster.shards), {TOKEN_FILE_VARIABLE: cluster.token_file}
         )
+
+
+@contextmanager
+def _host_relay(arguments: argparse.Namespace) -> Iterator[None]:
+    """Runs a relay until the context ends. It is started again if it dies; meanwhile the trainers do without."""
+    with temporary_folder() as folder:
+        log_dir = Path(arguments.log_dir or folder)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        command = ["relay", "--coordinator", arguments.coordinator, "--listen", "127.0.0.1:0", "--exit-with-parent"]
+        variables = (TOKEN_FILE_VARIABLE, *TLS_VARIABLES, "SHARDWELL_HOST", "SHARDWELL_SHM_DIR")
+        relay = ServerProcess("relay", command, log_dir / "relay.log", variables)
+        try:
+            relay.wait_ready(time.monotonic() + _RELAY_START_S)
+            relay.keep_running(_RELAY_START_S)
+            _print(f"relay for the trainers of this host at {relay.address}")
+            yield
+        finally:
+            relay.request_stop(at_once=True)
+            relay.stop(_STOP_LIMIT_S)
 
 
 class _Stop(BaseException):

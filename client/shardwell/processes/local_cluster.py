@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -205,10 +205,11 @@ class ServerProcess:
         name: Name in messages and of the log file.
         arguments: Arguments of ``shardwell-server``: the subcommand and its options.
         log_path: File for the server's standard error.
+        variables: Names of ``SHARDWELL_*`` variables that the server inherits.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], log_path: Path) -> None:
-        self.name = name
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, variables: Collection[str] = ()) -> None:
+        self.name, self._variables = name, frozenset(variables)
         self.log_path = log_path
         self._arguments = list(arguments)
         self._address: str | None = None
@@ -370,7 +371,7 @@ class ServerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env=_server_environment(),
+                env=_server_environment(self._variables),
             )
 
     def _read_first_line(self, deadline: float) -> bytes | None:
@@ -411,12 +412,12 @@ def _describe_exit(code: int) -> str:
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-def _server_environment() -> dict[str, str]:
-    """Returns this process's environment without SHARDWELL_* variables, which are meant for trainers.
+def _server_environment(variables: Collection[str] = ()) -> dict[str, str]:
+    """Returns this process's environment without SHARDWELL_* variables, which are meant for trainers, except some.
 
     Faults of tests are kept: they name the server to which they belong.
     """
-    kept = {name for name in os.environ if not name.startswith("SHARDWELL_")} | {fault_points.VARIABLE}
+    kept = {name for name in os.environ if not name.startswith("SHARDWELL_")} | {fault_points.VARIABLE, *variables}
     inherited = {name: value for name, value in os.environ.items() if name in kept}
     return {"OMP_NUM_THREADS": "1", **inherited}
 

@@ -85,6 +85,15 @@ class HostRelay:
             self._named.add(unit.index)
         return connection
 
+    def skip(self, step: int) -> None:
+        """Says that this trainer pushes its gradients itself, until the end of a step."""
+        connection = self._connection
+        if connection is not None and connection.group and not connection.is_lost:
+            try:
+                connection.skip(step)
+            except (RelayLostError, ShardwellError) as error:
+                logger.info("the relay waits for gradients of this trainer for a moment: %s", error)
+
     def start_over(self, rollback_count: int) -> None:
         """Opens another transport: the run was rolled back, and the next versions have other values."""
         with self._lock:

@@ -104,7 +104,7 @@ class RunStore:
         self._node = NodeGathers(group, self._fetches) if group is not None else None
         """Gathers units together with the other trainers of the node, if ``node_group`` is set."""
         if config.transfers.gradient_reduction != DIRECT:
-            self.gradients.sums = ItemSums(membership, state, config, background)
+            self.gradients.sums = ItemSums(membership, state, config, background, self._relay)
 
     @property
     def routes(self) -> dict[str, dict[str, str]]:
@@ -429,7 +429,7 @@ class RunStore:
         rolled_back = joined.rollback_count != self._rollback_count
         if rolled_back:
             self._rollback_count = joined.rollback_count
-            self._relay.start_over(joined.rollback_count)
+            self._mappings.start_over(joined.rollback_count)
             self._relocations.refresh()
         try:
             self._relocations.settle()

@@ -378,6 +378,10 @@ class ShardMappings:
             )
         return copies
 
+    def start_over(self, rollback_count: int) -> None:
+        """Copies nothing of former versions any more: the run was rolled back, and the next ones have other values."""
+        self._relay.start_over(rollback_count)
+
     def _map(self, unit: RemoteUnit, gather_dtype: str, *, beyond_budget: bool) -> RemoteUnit:
         if not self._reads_in_place or not unit.layout.size_bytes:
             return unit

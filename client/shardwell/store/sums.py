@@ -13,24 +13,26 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardwell.data_plane.push import Excuse, Pushes
-from shardwell.data_plane.shard import RemoteUnit
-from shardwell.grid.replica import CONNECT_LIMIT_S, RENDEZVOUS_LIMIT_S, NodeMembers, key_of, meet
+from shardwell.data_plane.shard import RelayedPush, RemoteUnit
+from shardwell.grid.replica import RENDEZVOUS_LIMIT_S, NodeMembers, key_of
 from shardwell.membership.membership import Membership
 from shardwell.options import ADAPTIVE, JoinConfig
 from shardwell.peers.gradient_sums import GradientSums
-from shardwell.peers.node_exchange import NodeExchange, SharedGradients
-from shardwell.peers.node_group import CONNECTED, MemberGoneError, Outcome
+from shardwell.peers.node_group import MemberGoneError
 from shardwell.peers.peer_exchange import Listener, PeerAddress, PeerExchange
 from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
+from shardwell.store.host_relay import HostRelay
 from shardwell.transport.base import PartHeader
 from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError, UsageError
@@ -68,16 +70,10 @@ class GradientGroups:
         self.owners = self._find_owners()
         """The trainers that play one rank each, by rank. Empty: this trainer plays several."""
 
-    def form_on_host(self) -> GradientSums | None:
-        """Connects this trainer with the others of its largest reduction group that is complete on this host.
-
-        Returns:
-            None if no reduction group is complete, or if not all of its trainers could be connected. The reason is
-            logged, and all of them get None.
-        """
-        return self._form(
-            HIERARCHICAL, f"on host {self._config.host!r}", complete_group(self.order, self._on_host(), self._own)
-        )
+    def ranks_on_host(self) -> tuple[int, ...]:
+        """Returns the ranks of this trainer's largest reduction group that is complete on this host. Empty: none is."""
+        on_host = [owner for owner in self.owners if owner.host == self._config.host]
+        return tuple(owner.dp_rank for owner in complete_group(self.order, on_host, self._own))
 
     def form_across_hosts(self) -> GradientSums | None:
         """Connects this trainer with the others of its largest reduction group that is complete, on any hosts.
@@ -86,30 +82,24 @@ class GradientGroups:
             None if no reduction group is complete, or if this trainer could not reach all of its trainers. The reason
             is logged.
         """
-        return self._form(ALLREDUCE, "of the run", complete_group(self.order, self.owners, self._own))
-
-    def _form(self, route: str, where: str, members: Sequence[RankOwner]) -> GradientSums | None:
+        members = complete_group(self.order, self.owners, self._own)
         if not members:
-            logger.info("gradient group: no other trainers %s complete a reduction group with this one", where)
+            logger.info("gradient group: no other trainers of the run complete a reduction group with this one")
             return None
         ranks = tuple(owner.dp_rank for owner in members)
-        named = NodeMembers(key_of((self._membership.identity, route, members)), ranks, ranks.index(self._own))
-        connect_members = self._connect_node if route == HIERARCHICAL else self._connect_peers
+        named = NodeMembers(key_of((self._membership.identity, ALLREDUCE, members)), ranks, ranks.index(self._own))
         try:
-            exchange = connect_members(named, members)
+            exchange = self._connect_peers(named, members)
         except (ShardwellError, MemberGoneError, OSError) as error:
             reason = str(error).partition("\n")[0]
-            logger.warning("gradient group: every trainer %s pushes its own gradients: %s", where, reason)
+            logger.warning("gradient group: every trainer of the run pushes its own gradients: %s", reason)
             return None
-        logger.info("gradient group: logical ranks %s add their gradients (%s)", list(ranks), route)
-        return GradientSums(route, exchange, ranks, named.position, self.order, self._pushes)
+        logger.info("gradient group: logical ranks %s add their gradients (%s)", list(ranks), ALLREDUCE)
+        return GradientSums(ALLREDUCE, exchange, ranks, named.position, self.order, self._pushes)
 
     @property
     def _own(self) -> int:
         return self._membership.rank_assignments[0].coordinates.dp_rank
-
-    def _on_host(self) -> list[RankOwner]:
-        return [owner for owner in self.owners if owner.host == self._config.host]
 
     def _find_owners(self) -> tuple[RankOwner, ...]:
         if len(self._membership.rank_assignments) != 1:
@@ -127,19 +117,6 @@ class GradientGroups:
         request = coordinator_pb2.DescribeRunRequest(run=self._membership.run)
         response: coordinator_pb2.DescribeRunResponse = self._membership.call("DescribeRun", request)
         return response
-
-    # ---- on this host ----
-
-    def _connect_node(self, named: NodeMembers, _: Sequence[RankOwner]) -> NodeExchange:
-        rendezvous, folder = meet(named)
-        try:
-            memory = SharedGradients(folder.path, named.position, len(named.global_ranks))
-            if rendezvous.decide(CONNECTED, 0, CONNECT_LIMIT_S) is not Outcome.EXCHANGE:
-                raise UnavailableError("not all trainers of the node could be connected")
-        except BaseException:
-            rendezvous.close()
-            raise
-        return NodeExchange(rendezvous, memory)
 
     # ---- across hosts ----
 
@@ -280,7 +257,7 @@ def _largest_share(unit: RemoteUnit) -> float:
 
 
 class ItemSums:
-    """Hands gradients to ``GradientSums`` if the other trainers of the group are expected to do the same.
+    """Hands gradients to the relay or to ``GradientSums`` if the other trainers are expected to do the same.
 
     They do so in the first attempt at their own items, which ``step.batches`` yields: it can yield them again when a
     sum is void. Gradients of a unit that is pushed in several parts are added on the servers, because the parts of each
@@ -291,13 +268,16 @@ class ItemSums:
         state: State of the step in flight.
         config: Options of the trainer.
         pushes: Pushes gradients and sums.
+        relay: The relay of this host, if it is found.
 
     Raises:
         UsageError: The trainers of a cluster with TLS are to send each other gradients.
     """
 
-    def __init__(self, membership: Membership, state: StepState, config: JoinConfig, pushes: Pushes) -> None:
-        self._membership, self._state = membership, state
+    def __init__(
+        self, membership: Membership, state: StepState, config: JoinConfig, pushes: Pushes, relay: HostRelay
+    ) -> None:
+        self._membership, self._state, self._pushes = membership, state, pushes
         self._reduction = reduction = config.transfers.gradient_reduction
         uses_tls = membership.credentials.tls is not None
         if uses_tls and reduction == ALLREDUCE:
@@ -305,31 +285,37 @@ class ItemSums:
                 f"gradient_reduction={ALLREDUCE!r} in a cluster with TLS: the connections between trainers are not "
                 f"encrypted. Use {HIERARCHICAL!r} or {DIRECT!r}"
             )
-        forming = GradientGroups(membership, config, pushes)
-        formed = {
-            HIERARCHICAL: forming.form_on_host() if reduction in (HIERARCHICAL, ADAPTIVE) else None,
-            ALLREDUCE: forming.form_across_hosts() if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls else None,
-        }
-        self._groups = {route: group for route, group in formed.items() if group is not None}
-        """The groups that could be formed, by route."""
+        groups = GradientGroups(membership, config, pushes)
+        self._relay: HostRelay | None = None
+        """Adds gradients with the trainers of this host. None: they complete no reduction group, or this trainer has
+        left them for good."""
+        if reduction in (HIERARCHICAL, ADAPTIVE):
+            relay.group = groups.ranks_on_host()
+            if relay.group:
+                self._relay = relay
+                relay.find()  # now: the other trainers' first gradients wait for this trainer's
+            else:
+                logger.info("gradient group: no other trainers on this host complete a reduction group with this one")
+        self._group = groups.form_across_hosts() if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls else None
+        """Adds gradients with trainers of other hosts. None: no group could be formed."""
         self._adaptive = (
-            AdaptiveRoute(forming.order, forming.owners, across_hosts=not uses_tls) if reduction == ADAPTIVE else None
+            AdaptiveRoute(groups.order, groups.owners, across_hosts=not uses_tls) if reduction == ADAPTIVE else None
         )
         self._choices: dict[int, tuple[str, Choice]] = {}
         """Name of the unit and its route, by the unit's index."""
+        self.node_summed_bytes = 0
+        """Bytes of gradients of other trainers of this host in sums that count for this trainer."""
+        self._summing = threading.Lock()
+        """Protects ``node_summed_bytes``."""
+        self._skipped = -1
+        """The last step in which the relay knows that this trainer pushes its own gradients."""
         self._in_parts: set[int] = set()
         """Units that were pushed in several parts."""
 
     @property
     def active(self) -> bool:
         """False if this trainer pushes its own gradients for good."""
-        return any(group.active for group in self._groups.values())
-
-    @property
-    def node_summed_bytes(self) -> int:
-        """Bytes of gradients of other trainers of this node that this trainer has added."""
-        node = self._groups.get(HIERARCHICAL)
-        return node.summed_bytes if node is not None else 0
+        return self._relay is not None or (self._group is not None and self._group.active)
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Returns route and reason of each unit that has been pushed, by its name.
@@ -338,21 +324,25 @@ class ItemSums:
         """
         found = {}
         for name, choice in self._choices.values():
-            group = self._groups.get(choice.route)
-            if choice.route == DIRECT or (group is not None and group.active):
+            if self._is_usable(choice.route):
                 found[name] = {"route": choice.route, "reason": choice.reason}
             else:
                 found[name] = {"route": DIRECT, "reason": f"no group of trainers for {choice.route}; {choice.reason}"}
         return found
 
-    def _choose(self, unit: RemoteUnit) -> GradientSums | None:
-        """Returns the group that adds the gradients of a unit. None: this trainer pushes its own."""
+    def _choose(self, unit: RemoteUnit) -> str:
+        """Returns the route of a unit that can be used now."""
         if unit.index not in self._choices:
             fixed = Choice(self._reduction, f"gradient_reduction={self._reduction!r}")
             choice = fixed if self._adaptive is None else self._adaptive.choose(unit)
             self._choices[unit.index] = unit.layout.unit, choice
-        group = self._groups.get(self._choices[unit.index][1].route)
-        return group if group is not None and group.active else None
+        route = self._choices[unit.index][1].route
+        return route if self._is_usable(route) else DIRECT
+
+    def _is_usable(self, route: str) -> bool:
+        if route == HIERARCHICAL:
+            return self._relay is not None and self._relay.find() is not None
+        return route == DIRECT or (self._group is not None and self._group.active)
 
     def allows_part(self, current: WorkItemState, unit: RemoteUnit) -> bool:
         """Called before a part is pushed; returns False if it must not be, because the item has to be restarted."""
@@ -385,13 +375,14 @@ class ItemSums:
             return False
         if header.part or header.dropped_indices or unit.index in self._in_parts or not _can_be_summed(unit, gradients):
             return False
-        if (group := self._choose(unit)) is None:
-            return False
-        if group.route == HIERARCHICAL and any(shard.server.copies_gradients for shard in unit.shards):
-            return False  # gradients go to a server of this host through shared memory
-        if (this_round := group.start_round(self._state.number)) is None:
+        if (route := self._choose(unit)) == DIRECT:
             return False
         attempt = ItemAttempt(current, current.key)
+        if route == HIERARCHICAL:
+            return self._push_relayed(current, unit, header, gradients, attempt, excuse)
+        group = self._group
+        if group is None or (this_round := group.start_round(self._state.number)) is None:
+            return False
 
         def excuse_sum(error: BaseException) -> bool:
             if isinstance(error, StaleEpochError):
@@ -402,6 +393,37 @@ class ItemSums:
         group.push(this_round, unit, header, gradients, attempt, excuse_sum)
         return True
 
+    def _push_relayed(
+        self,
+        current: WorkItemState,
+        unit: RemoteUnit,
+        header: PartHeader,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        attempt: ItemAttempt,
+        excuse: Excuse,
+    ) -> bool:
+        """Starts to push gradients through the relay; returns False if this trainer pushes them to the servers."""
+        if any(shard.server.copies_gradients for shard in unit.shards):
+            return False  # gradients go to a server of this host through shared memory
+        relay = self._relay.for_gradients(unit) if self._relay is not None else None
+        if relay is None or self._skipped >= self._state.number:
+            return False
+        current.shared_units.add(unit.index)
+        via = RelayedPush(relay, partial(self._note_sum, attempt), attempt.spoil)
+        self._pushes.push(unit, header, gradients, excuse, route=HIERARCHICAL, via=via)
+        return True
+
+    def _note_sum(self, attempt: ItemAttempt, ranks: Sequence[int], pushed_bytes: int) -> None:
+        attempt.note_summed(ranks)
+        with self._summing:
+            self.node_summed_bytes += (len(ranks) - 1) * pushed_bytes
+
+    def _skip_relay(self, step: int) -> None:
+        """Tells the relay that this trainer pushes its own gradients until the end of a step."""
+        if self._relay is not None and self._skipped < step:
+            self._skipped = step
+            self._relay.skip(step)
+
     def _is_first_attempt(self, current: WorkItemState) -> bool:
         (own, *_), item = self._membership.rank_assignments, current.item
         is_own = item.global_rank == own.coordinates.global_rank
@@ -409,28 +431,35 @@ class ItemSums:
 
     def finish_item(self) -> None:
         """Called when all gradients of a work item are pushed. The other trainers expect no more in this step."""
-        for group in self._groups.values():
-            group.finish_version(self._state.number)
+        if self._group is not None:
+            self._group.finish_version(self._state.number)
 
     def skip(self) -> None:
         """Pushes own gradients for the rest of the step. The other trainers do not wait for this one."""
-        for group in self._groups.values():
-            group.skip(self._state.number)
+        self._skip_relay(self._state.number)
+        if self._group is not None:
+            self._group.skip(self._state.number)
 
     def abandon(self) -> None:
         """Drops the gradients in flight, whose attempts are over, and skips the rest of the step."""
-        for group in self._groups.values():
-            group.abandon(self._state.number)
+        self._skip_relay(self._state.number)
+        if self._group is not None:
+            self._group.abandon(self._state.number)
 
     def leave(self, reason: str) -> None:
         """Pushes own gradients from now on."""
-        for group in self._groups.values():
-            group.leave(reason)
+        self._skip_relay(_ALL_STEPS)
+        self._relay = None
+        if self._group is not None:
+            self._group.leave(reason)
 
     def close(self) -> None:
         """See ``GradientSums.close``."""
-        for group in self._groups.values():
-            group.close()
+        if self._group is not None:
+            self._group.close()
+
+
+_ALL_STEPS = (1 << 62) - 1
 
 
 def _can_be_summed(unit: RemoteUnit, gradients: Sequence[tuple[int, torch.Tensor]]) -> bool:

@@ -1,4 +1,4 @@
-"""A unit's flat vector in shared memory of servers or of the host cache, mapped into this process.
+"""A unit's flat vector in shared memory of servers or of the relay, mapped into this process.
 
 The mapping is private. The kernel's page map tells which of its pages this process has written: a page that was written
 is no longer a page of the mapped file.
@@ -148,7 +148,7 @@ class OpenFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SegmentLocation:
-    """The file of a shared segment, of a server or of the host cache, and its range of the flat vector."""
+    """The file of a shared segment, of a server or of the relay, and its range of the flat vector."""
 
     file: str
     """The path of the file, or the name by which its server knows it."""

@@ -359,7 +359,9 @@ class RegisterServerRequest(google.protobuf.message.Message):
     owns_nothing: builtins.bool
     """Whether the server is a relay only: it never gets a shard."""
     host: builtins.str
-    """Name of the host whose trainers the server relays for. Empty: those of the machine that `process` names."""
+    """Name of the host whose trainers the server relays for. Trainers of other names on the same machine use the server if
+    no other one has their name.
+    """
     @property
     def protocol(self) -> global___ProtocolVersions:
         """Protocol versions of the server."""

@@ -402,8 +402,8 @@ class ShardServiceServicer(object):
         shared by all trainers that name the same ranges and wire_dtype: the first one decides with its budget whether they
         are cached.
 
-        FAILED_PRECONDITION: the transport is closed, is not one to a relay, or the ranges or wire_dtype are not those of
-        another trainer. RESOURCE_EXHAUSTED: shared memory is full.
+        INVALID_ARGUMENT: another trainer has named other ranges, or another wire_dtype. FAILED_PRECONDITION: the transport is
+        closed, or is not one to a relay. RESOURCE_EXHAUSTED: shared memory is full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

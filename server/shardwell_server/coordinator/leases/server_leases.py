@@ -92,7 +92,10 @@ class ServerLeases:
                 await self._require_ended(former)
             if relay is not None:
                 server.relays, server.owns_nothing, server.host = relay.relays, relay.owns_nothing, relay.host
-            await self._reach(server)
+            if server.owns_nothing:
+                server.mark_reached()  # only trainers of its host must reach it
+            else:
+                await self._reach(server)
             # Store the server before units can be placed on it: every owner of shards must survive a restart.
             await self._save(server)
             cluster.register(server)

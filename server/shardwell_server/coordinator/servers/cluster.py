@@ -86,7 +86,7 @@ class Server:
     owns_nothing: bool = False
     """True if the server is a relay only. It is not stored: it registers again with a restarted coordinator."""
     host: str = ""
-    """Name of the host whose trainers the server relays for. Empty: those of its machine."""
+    """Name of the host whose trainers the server relays for."""
 
     @property
     def live(self) -> bool:
@@ -99,7 +99,7 @@ class Server:
         return self.live and self.reached and not self.owns_nothing
 
     def relays_for(self, host: str, process: str) -> bool:
-        """True if the server relays for a trainer.
+        """True if the server relays for trainers of a machine. Only an attempt shows whether they share memory.
 
         Args:
             host: Name of the trainer's host.
@@ -107,7 +107,8 @@ class Server:
         """
         if not (self.relays and self.live and self.reached) or self.leaving or self.suspected:
             return False
-        return self.host == host if self.host else bool(process) and boot_of(self.process) == boot_of(process)
+        own, other = boot_of(self.process), boot_of(process)
+        return own == other if own and other else self.host == host
 
     @property
     def may_be_alive(self) -> bool:
@@ -226,7 +227,11 @@ class Cluster:
         """Returns the relay of a trainer, the same for all trainers of a host. None: there is none. Arguments as
         ``Server.relays_for``."""
         relays = [server for server in self.servers.values() if server.relays_for(host, process)]
-        return min(relays, key=lambda server: (not server.owns_nothing, server.server_id), default=None)
+        return min(
+            relays,
+            key=lambda server: (server.host != host, not server.owns_nothing, server.server_id),
+            default=None,
+        )
 
     def describe_waiting(self, wanted: int) -> str:
         """Returns what a run waits for that needs ``wanted`` servers, and what to do."""

@@ -171,7 +171,7 @@ def _add_host_option(parser: argparse.ArgumentParser) -> None:
         parser,
         "--host",
         "name of the host whose trainers this server relays for, as the trainers give it to join",
-        shown="all trainers of this machine",
+        shown="this machine's name",
         metavar="NAME",
     )
 
@@ -307,7 +307,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         threads = stack.enter_context(ThreadPoolExecutor(2, thread_name_prefix="tensor-work"))
         store = ShardStore(_budget_bytes(arguments), threads, shared, credentials.key)
         calls = CallServer(endpoint.host)
-        offer = None if shared is None else RelayOffer(arguments.host, arguments.owns_nothing)
+        offer = None if shared is None else RelayOffer(arguments.host or socket.gethostname(), arguments.owns_nothing)
         registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls, offer)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
         resources = TransportResources(store=store, host=endpoint.host, shared=shared, tls=credentials.tls)

@@ -61,7 +61,7 @@ class RelayOffer:
     """For whom a server relays."""
 
     host: str
-    """Name of the host. Empty: all trainers of this machine."""
+    """Name of the host."""
     owns_nothing: bool
     """Whether the server never gets a shard."""
 

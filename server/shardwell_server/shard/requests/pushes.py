@@ -237,7 +237,8 @@ class Push:
             raise StepStateError(
                 f"{self._what}: in one attempt, gradients are added to those of other ranks either before they are "
                 f"pushed or on the server. The push names the sum of ranks {sorted(ranks)}, and the server has one of "
-                f"{sorted(former.summed) if former is not None else 'other ranks'}"
+                f"{sorted(former.summed) if former is not None else 'other ranks'}",
+                sum="other",
             )
 
     # ---- accepting ----

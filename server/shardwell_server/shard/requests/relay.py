@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from shardwell_server.shard.memory.budget import BufferQuota, Grant
+from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests.peers import Owners
 from shardwell_server.shard.requests.relayed_shards import (
@@ -45,11 +45,15 @@ class RelayedRun:
         identity: The run.
         store: The server's memory and threads.
         shared: Shared memory for cached shards.
+        budget: The budget of cached shards.
         owners: Reads from and pushes to the owners of shards.
     """
 
-    def __init__(self, identity: RunIdentity, store: ShardStore, shared: SharedMemory, owners: Owners) -> None:
+    def __init__(
+        self, identity: RunIdentity, store: ShardStore, shared: SharedMemory, budget: Memory, owners: Owners
+    ) -> None:
         self._identity, self._store, self._shared, self._owners = identity, store, shared, owners
+        self._budget = budget
         self.session_count = 0
         """Open transports."""
         self.sums = RelayedSums(identity, store, owners)
@@ -65,8 +69,8 @@ class RelayedRun:
         """Relays a unit from now on; returns its cached shards. Empty: they exceed the budget.
 
         Raises:
-            InvalidRequestError: The unit or its ranges are malformed.
-            ConflictError: Another trainer has named other ranges of the unit, or another wire dtype.
+            InvalidRequestError: The unit or its ranges are malformed, or another trainer has named other ranges of the
+                unit, or another wire dtype.
             CapacityError: There is no memory for the cached shards. None of them is cached.
         """
         layout = UnitLayout.from_proto(request.unit)
@@ -79,7 +83,7 @@ class RelayedRun:
                 (layout.unit, start), RelayedShard(self._identity, layout, start, stop, order)
             )
             if (known.stop_bytes, known.layout) != (stop, layout):
-                raise ConflictError(f"{known.what}: another trainer of this host names it with another layout")
+                raise InvalidRequestError(f"{known.what}: another trainer of this host names it with another layout")
         if not request.HasField("budget_bytes"):
             return []
         keys = [(layout.unit, start) for start, _ in ranges]
@@ -90,7 +94,7 @@ class RelayedRun:
         self._cache(missing, request)
         found = [self._cached[key] for key in keys]
         if any(cached.wire_dtype != request.wire_dtype for cached in found):
-            raise ConflictError(
+            raise InvalidRequestError(
                 f"unit {layout.unit!r} is cached in another gather_dtype for another trainer of this host: all "
                 "trainers of a host must use the same gather_dtype"
             )
@@ -109,8 +113,8 @@ class RelayedRun:
             raise
 
     def _make(self, shard: RelayedShard, request: shard_pb2.RelayUnitRequest) -> CachedShard:
-        memory = self._store.memory
-        grant: Grant = memory.grant(shard.size_bytes, BufferQuota(0), f"{shard.what}, to cache it")
+        memory = self._budget
+        grant = memory.grant(shard.size_bytes, BufferQuota(0), f"{shard.what}, to cache it")
         try:
             file = self._shared.create_shard_file(shard.size_bytes, shard.what)
         except BaseException:
@@ -185,6 +189,8 @@ class Relay:
 
     def __init__(self, store: ShardStore, shared: SharedMemory, owners: Owners) -> None:
         self._store, self._shared, self._owners = store, shared, owners
+        self._budget = Memory(store.memory.budget_bytes)
+        """As large as the server's, and apart from it: cached shards must not take what the server's shards need."""
         self._runs: dict[RunKey, RelayedRun] = {}
 
     @asynccontextmanager
@@ -197,7 +203,7 @@ class Relay:
             )
         run = self._runs.get(key)
         if run is None:
-            run = self._runs[key] = RelayedRun(identity, self._store, self._shared, self._owners)
+            run = self._runs[key] = RelayedRun(identity, self._store, self._shared, self._budget, self._owners)
         run.session_count += 1
         if group:
             run.sums.enter(session.dp_rank)
