@@ -1,4 +1,4 @@
-"""Imports and paths in texts exist: in modules, strings such as programs of tests, docstrings, docs and scripts."""
+"""Imports and paths in texts exist: in modules, in strings such as programs of tests, in docstrings, and in docs."""
 
 from __future__ import annotations
 

@@ -194,6 +194,7 @@ class Membership:
     def _start_keeping(self, lease_s: float) -> None:
         """Starts the threads that keep the membership which the last join began."""
         run, run_id, trainer, epoch = self.run, self.identity.run_id, self.trainer, self.epoch
+        # Threads of a former membership may report its end late; the epoch shows that it is not the present one.
         end = partial(self._end, epoch=epoch)
         self._heartbeats = Heartbeats(
             self._coordinator,

@@ -117,9 +117,11 @@ def to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callab
             continue
         source, stream = tensor.detach().contiguous().view(-1), _copy_stream(tensor.device)
         copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        # Kernels that write the tensor may still be queued on the compute stream.
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             copy.copy_(source, non_blocking=True)
+            # The allocator must not reuse the memory of the source before the copy has read it.
             source.record_stream(stream)
             events.append(stream.record_event())
         copies.append(copy)

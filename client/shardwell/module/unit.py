@@ -181,6 +181,7 @@ class Unit(ResidentUnit):
         state = self.state
         if state is UnitState.FREED:
             self._flat.allocate()
+        # A stale replica keeps its memory; in all other states the values are present or being fetched.
         elif state is not UnitState.STALE:
             return
         self._set_state(UnitState.FETCHING)
@@ -192,6 +193,8 @@ class Unit(ResidentUnit):
                     self.index, self._flat.receive_buffer(), layout=self.precision.layout, vector=self._flat
                 )
                 if self.device_type == "cuda":
+                    # The thread that fetched the unit starts the copy to the GPU, so the training thread does not wait
+                    # for the bytes.
                     self.in_flight.add_done_callback(self._begin_device_copy)
         except BaseException:
             self.free()

@@ -407,6 +407,7 @@ class ShardedOptimizer(Optimizer):
                     f"parameter group {number} of the state_dict has {len(values['params'])} parameters, expected "
                     f"{len(group['params'])}"
                 )
+        # All groups are checked before the first one changes.
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         self.ema_decay = state_dict.get("ema_decay")

@@ -360,6 +360,7 @@ class GradientSums:
             job.release()
             return
         finally:
+            # Other members may wait for the memory of this round, so the round also ends after an error.
             self._exchange.end_round(job.this_round)
         added_bytes = sum(buffer.numel() for buffer in sums.values())
         self.summed_bytes += (len(shown) - 1) * added_bytes

@@ -360,6 +360,7 @@ class NodeRendezvous:
         while True:
             record = self._read()
             if record.round != this_round:
+                # The others are at a later round, whose record overwrote this one.
                 return record.outcome_of(this_round)
             if record.outcome != Outcome.OPEN:
                 return Outcome(record.outcome)
@@ -370,6 +371,7 @@ class NodeRendezvous:
                 checked = now
                 if missing := self._missing():
                     if self.cancel(this_round) == Outcome.EXCHANGE:
+                        # The missing member arrived before it ended, so the other members exchange their parts.
                         return Outcome.EXCHANGE
                     raise MemberGoneError(f"member {missing[0]} of {self._size} is gone")
             if now - started > patience_s:

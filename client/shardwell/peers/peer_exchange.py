@@ -241,6 +241,7 @@ class PeerExchange:
                     return None
                 if self._why_lost:
                     raise MemberGoneError(self._why_lost)
+                # Lost members are looked for only when nothing has arrived for a while, and without the lock.
                 if self._changed.wait(_CHECK_INTERVAL_S):
                     continue
                 missing = [position for position, stream in enumerate(self._streams) if not stream]
@@ -301,6 +302,7 @@ class PeerExchange:
         own, headers = frames[self._position], [frame.header for frame in frames]
         newest = max(header.version for header in headers)
         ended = [header.version for header in headers if header.unit == _END]
+        # A member that is at a version has ended all earlier ones, so no round of them can take place.
         self._closed_version = max(newest - 1, *ended, -1)
         if self._closed_version < min(header.version for header in headers):
             takes_place = len({(header.unit, header.cuts) for header in headers}) == 1

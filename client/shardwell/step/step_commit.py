@@ -163,8 +163,10 @@ class StepCommitter:
         request = coordinator_pb2.PrepareGradientsRequest(
             context=self._membership.context(step),
             trainer=self._membership.trainer,
+            # Servers always compute the 2-norm of the gradient as it is, so only another norm is requested.
             norm_type=0.0 if norm_type == 2.0 and not bound else norm_type,
             norm_bound=bound,
+            # Without kept units every unit counts, and nobody has to wait for the lists of other ranks.
             unit_indices=counted if kept else (),
             kept_unit_indices=kept,
             item=item,
@@ -226,10 +228,12 @@ class StepCommitter:
         fault_points.reach("client.commit.before", step=step)
         started = time.perf_counter()
         response = propose()
+        # If the optimizer runs on the trainers, an answer may ask for updated partitions before the step is committed.
         while update.update_partitions is not None and response.partitions:
             update_started = time.perf_counter()
             request.staged_partitions.extend(update.update_partitions(response.partitions, response.new_state))
             self.stats["partition_update_s"] += time.perf_counter() - update_started
+            # A proposal with staged partitions is another request, which needs a request id of its own.
             request.context.CopyFrom(self._membership.context(step))
             response = propose()
         self.stats["commit_wait_s"] += time.perf_counter() - started

@@ -200,6 +200,7 @@ class WorkItemState:
         self.pushed.clear()
         if self.checksums is not None:
             self.checksums.clear()
+        # Servers add kept gradients to each attempt anew, so its pushes name again which of them are dropped.
         self.to_drop = defaultdict(set, {unit: set(indices) for unit, indices in self.dropped.items()})
 
     # ---- pushes ----

@@ -294,6 +294,7 @@ class RemoteBuffers:
         if unit.vector is not None:
             wait_in_place(unit, version, self._pushes.stats)
             _copy_buffers(unit.layout, unit.vector.bytes, present)
+            # The server may have begun the next version while the buffers were copied.
             unit.vector.check(version)
             return
         flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)

@@ -150,6 +150,8 @@ class ShardRelocations(ResendPolicy):
                 self._changed.wait_for(lambda: self._closed or self._is_pending())
                 if self._closed:
                     return
+                # A request that arrives while the units are listed is not served by this list, which may be older than
+                # its cause.
                 requests, anew, self._anew = self._requests, self._anew, False
             started = time.monotonic()
             try:

@@ -392,6 +392,8 @@ class ShardMappings:
                 if (location := shard.locate()) is not None:
                     if location.stop_bytes > location.start_bytes:
                         shard.map(location, ask=self._membership.ask)
+                    # A lossy dtype has other bytes than the server's segment, so the shard is read from a copy in this
+                    # dtype.
                     if exact:
                         locations[number] = location
             others = [number for number in range(len(unit.shards)) if number not in locations]

@@ -133,6 +133,7 @@ class Step:
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
         step = work.state.number
+        # The step of an asynchronous item is the version that it reads, which depends on timing. Its number does not.
         is_asynchronous, number = work.state.asynchronous, item.item.number
         seed_generators(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
         try:

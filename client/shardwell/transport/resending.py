@@ -266,6 +266,7 @@ class _Failures:
                 raise self._damaged(error, server) from error
             return
         broke = isinstance(error, UnavailableError | ConflictError) and not self._was_at_once
+        # A broken connection is replaced at once, but only once: if the next attempt fails too, the pauses below apply.
         if broke and not server.closed.is_set() and server.lost_transport(error, self._operation):
             self._was_at_once = True
             return

@@ -109,6 +109,7 @@ def usable_files(
             problems.append(f"trainer {trainer!r}: {problem}")
         else:
             reported.update(report.dp_ranks)
+    # The residuals of a data rank are complete only if every trainer of its replica has reported them.
     return files, {rank for rank, count in reported.items() if count >= replica_size}, problems
 
 
@@ -273,9 +274,11 @@ class CheckpointSaver:
         manifest, server_ids = await self._begin(run, checkpoint, folder)
         files = await asyncio.gather(*(self._follow(run, checkpoint, server_id) for server_id in server_ids))
         complete = await self._with_files(run, checkpoint, manifest, files)
+        # The run may have gone back to another checkpoint while the files were written.
         run.checkpoints.check_not_rolled_back(checkpoint)
         name = checkpoint.url.rstrip("/").rsplit("/", 1)[-1]
         fault_points.reach("coordinator.checkpoint.before_manifest", step=complete.step)
+        # Only the manifest makes the folder a checkpoint, so it is written after all files.
         await self._files(folder.publish, name, complete)
         fault_points.reach("coordinator.checkpoint.after_manifest", step=complete.step)
         record = self._record(run, checkpoint, is_complete=True, size_bytes=complete.size_bytes)
@@ -389,6 +392,7 @@ class CheckpointSaver:
                 raise UnavailableError(f"server {server_id!r}: {response.error}", server=server_id)
             if response.HasField("file_json"):
                 return str(response.file_json)
+            # A slow write is followed as long as it makes progress.
             if response.written_bytes > written_bytes:
                 written_bytes, since_s = response.written_bytes, self._state.clock()
             elif self._state.clock() - since_s > _STALLED_S:

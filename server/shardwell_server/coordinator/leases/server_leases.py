@@ -180,6 +180,7 @@ class ServerLeases:
 
         async def watch(server: Server, was_silent: bool) -> None:
             state = await server.connection.settled_state(server.process, was_silent=was_silent)
+            # The server may have ended or been replaced while this task waited.
             if (found := current()) is None:
                 return
             if state is ConnectionState.ENDED:

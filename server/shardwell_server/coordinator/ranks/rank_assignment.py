@@ -308,6 +308,7 @@ def distribute_items(
     """
     present = live - behind
     if not any(all(map(accepts, replica)) for replica in candidates(replicas, present)):
+        # Nobody can take the items of trainers that are behind, so they compute their own.
         present = live
     chosen: list[Replica | None] = [replica if present >= set(replica) else None for replica in replicas]
     load = Counter({replica: 0 for replica in candidates(replicas, present) if all(map(accepts, replica))})
@@ -569,6 +570,7 @@ def claim_place(
         if own or owner in hosts:
             whose = f"trainer {name!r} owns rank {min(own)}" if own else f"rank {wanted} is played by {owner!r}"
             raise DuplicateError(f"{whose}: request another rank than {wanted}, or none", trainer=owner)
+        # A trainer owns whole places, so the applicant takes all ranks of the former owner.
         return {rank: name for rank, each in assigned.items() if each == owner}
     if own:
         return own

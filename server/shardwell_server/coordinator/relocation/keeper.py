@@ -110,6 +110,7 @@ def plan_moves(
         owned[target].append(shard)
         loads[source] -= shard.size_bytes
         loads[target] += shard.size_bytes
+        # The plan may move a shard several times, and back to its present server in the end.
         if target == shard.server_id:
             moves.pop(shard.key, None)
         else:

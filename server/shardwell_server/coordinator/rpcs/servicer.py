@@ -30,6 +30,7 @@ class CoordinatorServicer(TrainerRpcs, DeclarationRpcs, RendezvousRpcs, StepRpcs
     ) -> coordinator_pb2.RegisterServerResponse:
         version = negotiate(request.protocol, f"shard server {request.server_id!r}")
         leases, relocator = self._coordinator.server_leases, self._coordinator.relocator
+        # The process drops copies that other servers replace, so these servers must prove first that they live.
         await leases.prove_alive(relocator.replacing(request.server_id, request.held))
         epoch = await leases.register(
             request.server_id,

@@ -239,9 +239,11 @@ class StepRpcs(CoordinatorRpcs):
         item, kind = _item_of(run, request), _norm_kind(request)
         step = _step_of(run, member, number, item)
         if step is not None and kept and step.note_counted(request.unit_indices, kept):
+            # Trainers of other ranks may wait for this list.
             run.changed.notify()
 
         async def check() -> PreparedGradients | None:
+            # The caller may have lost its membership while it waited.
             run.require_member(member.name, member.epoch)
             if step is None or not run.work.is_in_flight(step):
                 return _committed_norms(run, number, item, kind)
@@ -306,7 +308,9 @@ class StepRpcs(CoordinatorRpcs):
         """
         number, item = request.context.step, _item_of(run, request)
         step = _step_of(run, member, number, item)
+        # Only the run's state shows whether this is the first step of an optimizer.
         proposal.optimizer.new_state = starts_anew(run.commits.state, proposal.optimizer.generation)
+        # All trainers of a step propose the same update, and repeat it in every poll. It is validated once.
         if is_new := step is None or not step.proposals.prove_valid(proposal):
             validate_proposal(proposal, run.units.layouts, run.units.cuts)
             if run.asynchronous:

@@ -98,6 +98,7 @@ class CallLine(asyncio.Protocol):
             raise CallConnectionError("the connection is closed")
         self._number = self._number % 0xFFFF_FFFF + 1
         number, response = self._number, _new_response(self._loop)
+        # The silence of a connection without requests shows nothing.
         if not self._waiting:
             self._heard_s = self._loop.time()
         self._waiting[number] = response
@@ -108,6 +109,7 @@ class CallLine(asyncio.Protocol):
             async with asyncio.timeout(timeout_s) as limit:
                 answer, failed = await response
         except TimeoutError:
+            # The response may carry a TimeoutError of its own.
             if not limit.expired():
                 raise
             raise DeadlineError(f"{self._peer} did not answer in time", peer=self._peer) from None

@@ -211,6 +211,7 @@ def next_run_state(
         for buffer in buffers:
             unit.versions[buffer] = step.number + 1
     if changed:
+        # The trainer of this attempt has the new values already; all others read them from the servers.
         state.buffer_source.CopyFrom(step.items[0].to_proto())
     if is_new:
         note_step(state, generation)

@@ -101,6 +101,7 @@ class SavedFiles:
             )
         for each in files:
             try:
+                # Shared memory does not outlast the host, so a sync would gain nothing.
                 found = _copy(source / each.name, target / each.name, durable=False)
             except OSError as error:
                 raise self._damaged(source, str(error)) from error

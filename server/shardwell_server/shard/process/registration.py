@@ -183,6 +183,7 @@ class Registration:
 
         async def register() -> Any:
             nonlocal sent_s
+            # The lease counts from the request, so it ends here no later than at the coordinator.
             sent_s = asyncio.get_running_loop().time()
             response = await self._call("RegisterServer", request)
             self._check_proof(request.nonce, response)
@@ -311,6 +312,7 @@ class Registration:
             insecure=self._insecure,
             nonce=secrets.token_bytes(_NONCE_BYTES),
         )
+        # The lease counts from the request, so it ends here no later than at the coordinator.
         sent_s = asyncio.get_running_loop().time()
         response = await self._call("HeartbeatServer", request)
         self._check_proof(request.nonce, response)

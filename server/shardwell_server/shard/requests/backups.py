@@ -439,6 +439,7 @@ async def hash_shards(
                 f"{shard.what} is at version {shard.version}, expected {request.version}: try again", unit=shard.unit
             )
         async with shard.unchanging:
+            # The shard may have been released while this call waited for the lock.
             if run.shards.get((shard.unit, shard.start_bytes)) is not shard or shard.version is None:
                 continue
             found = response.shards.add(

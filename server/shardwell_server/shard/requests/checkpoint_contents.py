@@ -251,6 +251,7 @@ def _fill(
     """Reads a state of some elements of a parameter."""
     found = _find(checkpoint, parameter, label, start, stop)
     memory = memory_at(target.data_ptr(), target.nbytes) if target.nbytes else memoryview(bytearray())
+    # State that has no element per value cannot be cut, so it must be the same in all parts.
     if found and found[0][1].piece.kind != "elements":
         _read_whole(checkpoint, found[0][1], memory)
         if any(checkpoint.read(stored) != bytes(memory) for _, stored in found[1:]):

@@ -107,6 +107,7 @@ class CheckpointRequests:
                     )
             writing = CheckpointWriting(self._server_id, self._store, run, request, self._roots)
             self._writing[run.identity.run_id] = writing
+            # From now on, updates of the run copy what has not been written yet before they change it.
             run.capture = writing.capture
             writing.start()
 

@@ -193,6 +193,7 @@ class Push:
                 f"gradient of step {step} of {shard.what} is too early: the unit is at version {expected}"
             )
         for rank in self._epochs:
+            # A newer attempt is known from a fence, or from one of its contributions that arrived first.
             oldest = max(self._run.fences.attempt(rank, step), self._contributions.attempt(self._contributor_of(rank)))
             if self._attempt < oldest:
                 raise StaleEpochError(f"{self._what}: rank {rank} has begun attempt {oldest}")

@@ -224,6 +224,7 @@ class Replicator:
                 await self._send_missing(run, step, shard, backup, optimizer)
 
         await asyncio.gather(*(send(shard, backup) for shard, backup in entries))
+        # A backup that has failed is left out and reported, and the step goes on without it.
         entries = [(shard, backup) for shard, backup in entries if not backup.failure]
         if not entries:
             return

@@ -117,6 +117,7 @@ async def _reduce(
     """Reduces every shard unless it is reduced already, and returns the norms."""
     answer, shards = shard_pb2.PrepareStepResponse(version=request.context.step), run.published
     if not request.skip:
+        # Small shards are reduced together, because a call for each would take longer than its sum.
         await reduce_shards([shard for shard in shards if shard.gradient.awaits_reduction], in_thread)
     for shard in shards:
         if isinstance(shard.gradient, PushedBuffers) and (changed := shard.gradient.changed):
@@ -133,6 +134,7 @@ async def _reduce(
                 powers = partial(reduced.power_partials, starts, request.norm_type, request.norm_bound or None)
                 norm.power_partials.extend(await in_thread(powers))
             answer.units.append(norm)
+        # From here on, a new process of this server can go on with the prepared step.
         await shard.record_prepared(in_thread)
     return answer
 
@@ -298,6 +300,7 @@ def _check_complete(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> No
         elif shard.dp != request.dp:
             raise InvalidRequestError(f"dp is {request.dp}, but {shard.what} was reserved with {shard.dp} data ranks")
         found.add(shard.index)
+        # A late item may have two contributions. The manifest names the attempt that counts.
         shard.gradient.choose({rank.dp_rank: rank.attempt for rank in request.ranks})
         differences = shard.gradient.contributions.differences(
             expected.get(shard.index, {}), shard.gradient.counted, shard.spec.name_of

@@ -301,6 +301,7 @@ class ShardFiles:
             counted=() if state.optimizer is None else state.optimizer.counted,
         )
         try:
+            # A write that fails may leave a record, which must then be removed.
             self.has_record = True
             self._shared.write_record(self._name, description.encode(self._encoded_spec))
         except OSError as error:
@@ -310,6 +311,7 @@ class ShardFiles:
         self._generation = generation
         self._recorded = _Recorded(self._content(state), generation, present, state.update_count)
         fault_points.reach("server.record.replaced", version=state.version)
+        # The former record named these files until the new record was written.
         self._keep_only(arenas)
         self._remove_former_means()
 

@@ -83,6 +83,7 @@ class JointUpdates:
         if len(found) < 2:
             return []
         plan = self._plan(found, optimizers, step)
+        # Without memory for the copies, an interrupted update could not be undone.
         if not self._undo.reserve(plan.copies.size_bytes):
             return []
         self._run(found, optimizers, plan, step)
@@ -107,6 +108,7 @@ class JointUpdates:
         version = step.step + 1
         for shard in shards:
             shard.begin_joint_update(version)
+        # The copies are complete before the first byte changes. See Note: [Interrupted updates].
         self._undo.begin(plan.copies)
         try:
             gradients = [shard.gradient.reduced.gradients for shard in shards if shard.gradient.reduced is not None]
@@ -119,6 +121,7 @@ class JointUpdates:
             optimizer.count_joint_update()
             shard.save_joint_update(version)
             fault_points.reach("server.update.joint", stage="saved")
+        # All step words are written by now. If the process ended before this line, all shards would be undone.
         self._undo.end()
         fault_points.reach("server.update.joint", stage="complete")
         for shard, own in zip(shards, plan.parts, strict=True):

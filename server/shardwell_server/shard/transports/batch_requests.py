@@ -267,6 +267,7 @@ async def groups(
     deadline, left_bytes = loop.time() + wait_s, MAX_GATHERED_BYTES
     left = dict(enumerate(request.ranges))
     while left:
+        # At the deadline all ranges are answered, those without their version by an error.
         is_last = loop.time() >= deadline
         ready = [number for number, wanted in left.items() if is_last or _is_ready(store, run, wanted)]
         if not ready:

@@ -86,6 +86,7 @@ class ShmTransport:
         finally:
             del self._open[name], self._by_token[_digest(token)]
             session.close()
+            # The proof takes shared memory, so it exists only while a session is open.
             if not self._open:
                 proof.unlink()
                 self._memory.note_shared(-PROOF_FILE_BYTES)

@@ -79,6 +79,7 @@ class EncodedVersions:
                 return deltas
             encoded = await self._read(wire_dtype, source, in_thread, wait_s, what)
             try:
+                # The first reader of a version makes its deltas, which later readers share.
                 if not chain.has(encoded.version):
                     await chain.extend(encoded, in_thread)
                     deltas = await chain.find(base, source.version, size_bytes, in_thread)
@@ -273,6 +274,8 @@ class DeltaChain:
         for link in path:
             link.delta.readers += 1
         try:
+            # The deltas may be evicted while a thread copies them. As they have readers, they are then marked as
+            # revoked.
             pieces = [link.delta.memory(0, link.size_bytes) for link in path]
             buffer = await self._copied(pieces, stream_bytes, in_thread)
             revoked = any(link.delta.revoked is not None for link in path)
@@ -344,6 +347,7 @@ class DeltaChain:
     async def _copied(self, pieces: Sequence[Buffer], stream_bytes: int, in_thread: InThread) -> torch.Tensor | None:
         """Returns a buffer that starts with the pieces. None: no memory is free."""
         size_bytes, step = sum(map(len, pieces)), max(1, stream_bytes // _SIZE_CLASSES)
+        # Sizes are rounded up to a few classes, so that buffers can be reused.
         buffer = self._memory.try_acquire(-(-size_bytes // step) * step)
         if buffer is None:
             return None

@@ -229,6 +229,7 @@ def _merge_parts(layout: UnitLayout, parts: Sequence[PartState]) -> PartState:
                 )
 
     def joined(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+        # A state without dimensions, such as a count, is one number for the whole parameter.
         if tensors[0].ndim:
             return torch.cat(list(tensors))
         return equal_tensor(tensors, f"{what} of parameter {name!r}")
@@ -340,6 +341,7 @@ def export(shard: UnitShard) -> ShardState:
     optimizer, parts = shard.optimizer, []
     for number, (segment, values) in enumerate(zip(shard.segments, shard.views(shard.values.live.buffer), strict=True)):
         own = RestoredPart() if optimizer is None else optimizer.part(number)
+        # Only state with one element per value can be cut where the values are cut.
         is_elementwise = elementwise_state(own.algorithm)
         parts.append(
             PartState(

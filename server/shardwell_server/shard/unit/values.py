@@ -287,6 +287,7 @@ class Values:
             self.held.add(self._replace_current())
             return
         if before.readers:
+            # Older snapshots that nobody has pinned make room for the new one.
             self._snapshots.evict(pinned_too=False)
             copy = self._memory.try_acquire(self.live.size_bytes)
         if copy is not None:
@@ -301,6 +302,7 @@ class Values:
             before.buffer = copy
             self._snapshots.add(before)
         elif before.readers:
+            # Training does not wait for readers: without memory for a snapshot, they lose the version.
             before.revoked = self._overwritten(self.version, self.version + 1)
 
     def _replace_current(self) -> VersionBytes:
