@@ -26,7 +26,7 @@ from benchmarks.sampling import cpu_seconds, wait_until_quiet
 from benchmarks.unit_cost_trainer import BASELINES, BATCH_SIZE, DDP, HOOKS, PLAIN, UnitSpec
 from benchmarks.unit_floor import start_floor
 from benchmarks.workers import Group
-from shardwell.transport.selector import TRANSPORT_NAMES
+from shardwell.transport.server_connection import TRANSPORT_NAMES
 
 FLOORS = {"floor_shm": True, "floor_socket": False}
 """Variants of ``benchmarks.unit_floor``, and whether they share memory."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.peers.node_group import BACKENDS
 from shardwell.transport.route_stats import DIRECT, ROUTES
-from shardwell.transport.selector import TRANSPORT_NAMES, parse_transports
+from shardwell.transport.server_connection import TRANSPORT_NAMES, parse_transports
 from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES

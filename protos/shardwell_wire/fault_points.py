@@ -148,8 +148,8 @@ class ArmedPoint:
             self._handler(known)
 
 
-_armed: dict[str, tuple[ArmedPoint, ...]] = {}
-"""Replaced as a whole, so that ``reach`` needs no lock."""
+armed_points: dict[str, tuple[ArmedPoint, ...]] = {}
+"""The points that a test armed in this process, by name. Entries are replaced as a whole: readers need no lock."""
 _process: dict[str, Any] = {}
 
 
@@ -160,14 +160,14 @@ def reach(name: str, **details: Any) -> None:
         name: A name of ``POINTS``.
         **details: Facts about this occurrence, for ``Fault.where``.
     """
-    if _armed:
-        for point in _armed.get(name, ()):
+    if armed_points:
+        for point in armed_points.get(name, ()):
             point.reached(details)
 
 
 def are_armed(name: str | None = None) -> bool:
     """Returns whether a test armed a point in this process. None: any point."""
-    return bool(_armed) if name is None else name in _armed
+    return bool(armed_points) if name is None else name in armed_points
 
 
 def describe_process(**details: Any) -> None:
@@ -201,15 +201,15 @@ def armed(
     else:
         handler = _handler(Fault(point=name, action=action, nth=nth, error=error, delay_s=delay_s))
     point = ArmedPoint(nth, where, handler)
-    _armed[name] = (*_armed.get(name, ()), point)
+    armed_points[name] = (*armed_points.get(name, ()), point)
     try:
         yield point
     finally:
-        remaining = tuple(each for each in _armed[name] if each is not point)
+        remaining = tuple(each for each in armed_points[name] if each is not point)
         if remaining:
-            _armed[name] = remaining
+            armed_points[name] = remaining
         else:
-            del _armed[name]
+            del armed_points[name]
 
 
 def environment(*faults: Fault) -> dict[str, str]:
@@ -247,10 +247,13 @@ def _error_class(name: str) -> type[errors.ShardwellError]:
 
 def arm_from_environment() -> None:
     """Arms exactly the faults in this process's environment. Called at import, and in a process that was forked."""
-    _armed.clear()
+    armed_points.clear()
     for fields in json.loads(os.environ.get(VARIABLE, "[]")):
         fault = Fault(**fields)
-        _armed[fault.point] = (*_armed.get(fault.point, ()), ArmedPoint(fault.nth, fault.where, _handler(fault)))
+        armed_points[fault.point] = (
+            *armed_points.get(fault.point, ()),
+            ArmedPoint(fault.nth, fault.where, _handler(fault)),
+        )
 
 
 arm_from_environment()

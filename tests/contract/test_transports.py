@@ -29,8 +29,14 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.grpc_transport import GrpcTransport
-from shardwell.transport.selector import SHARED_TRANSPORTS, STREAM_TRANSPORTS, TRANSPORT_NAMES, TransportSelector
-from shardwell.transport.server_connection import ConnectOptions, ServerConnection
+from shardwell.transport.server_connection import (
+    SHARED_TRANSPORTS,
+    STREAM_TRANSPORTS,
+    TRANSPORT_NAMES,
+    ConnectOptions,
+    ServerConnection,
+    TransportSelector,
+)
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.encoding.chunk_streams import memory_at
@@ -79,7 +85,7 @@ class Opened:
         self.one, self.server = one, one.server
         self._ends = ExitStack()
         connection: Any = SimpleNamespace(
-            client=self.server.client, run=one.identity, counter=ByteCounter(), open_timeout_s=20.0
+            client=self.server.client, run=one.identity, counter=ByteCounter(), open_timeout_s=20.0, relay=None
         )
         name, _, control = name.partition(" with ")
         if control:

@@ -162,7 +162,7 @@ class Cluster:
     def join(self, run: str, **options: Any) -> shardwell.Session:
         """Joins a run; returns when all rpcs go over call connections."""
         session = shardwell.join(self.address, run=run, **join_options(**options))
-        wait_until(lambda: session._membership._coordinator._calls._idle is not None, "a call connection")
+        wait_until(lambda: session._membership._coordinator._calls.idle is not None, "a call connection")
         self.wait_for_connections()
         return session
 

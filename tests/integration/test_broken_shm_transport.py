@@ -283,7 +283,7 @@ def test_a_segment_is_located_over_the_next_session(server: ShardServer) -> None
 def test_error_on_an_intact_session_is_not_retried(
     server: ShardServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwell.transport.selector._NOTICE_S", 0.0)
+    monkeypatch.setattr("shardwell.transport.server_connection._NOTICE_S", 0.0)
     with Trainer(server) as trainer:
         seen = []
 

@@ -238,7 +238,7 @@ def test_interrupt_replaces_the_connection(served: Served, monkeypatch: pytest.M
         until(lambda: len(served.calls) == 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(found._idle, "_receive", interrupted)
+    monkeypatch.setattr(found.idle, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         call(found, LIST_RUNS, b"old")
     until(lambda: call(found, LIST_RUNS, b"new") == b"new")

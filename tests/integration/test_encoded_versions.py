@@ -165,7 +165,7 @@ def test_gradient_buffer_evicts_an_encoding_without_readers() -> None:
     with closing(SharedMemory()) as shared, ShardServer(budget, shared) as server:
         one = unit(server)
         gather(one, BFLOAT16)
-        with closing(ShmTransport(server.client, one.identity, server.client.control, timeout_s=20.0)) as transport:
+        with closing(ShmTransport(server.client, one.identity, None, timeout_s=20.0)) as transport:
             for _ in range(2):
                 request = shard_pb2.OpenGradientBufferRequest(
                     run=one.run, run_id=one.identity.run_id, unit=one.layout.unit, transport_id=transport.session_id

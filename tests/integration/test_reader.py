@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.transport import selector
+from shardwell.transport import server_connection
 from shardwell.weights import pinned_version
 from shardwell.weights import pinned_version as pinned_module
 from shardwell.weights.pinned_version import PinnedVersion
@@ -270,4 +270,4 @@ def delete(cluster: shardwell.LocalCluster, run: str) -> None:
 
 
 def test_reader_transports_are_those_of_trainers() -> None:
-    assert pinned_version.TRANSPORT_NAMES == selector.TRANSPORT_NAMES
+    assert pinned_version.TRANSPORT_NAMES == server_connection.TRANSPORT_NAMES

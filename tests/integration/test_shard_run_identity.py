@@ -125,7 +125,7 @@ def test_session_of_a_deleted_run_ends_and_cannot_serve_its_successor(server: Sh
         push = partial(sockets.push_stream, header, [memoryview(bytes(new.size))], timeout_s=20.0)
         assert isinstance(error_of(push), ShardwellError)
         server.until(lambda: not server.shm._open, "the session has ended")
-        open_shm = partial(ShmTransport, control=server.client.control, timeout_s=20.0)
+        open_shm = partial(ShmTransport, control=None, timeout_s=20.0)
         for open_transport in (open_shm, SocketTransport):
             assert isinstance(error_of(lambda: open_transport(server.client, old.identity)), RunDeletedError)  # noqa: B023
         assert server.evaluate(lambda: new.shard.gradient.contributions.by_rank) == {}

@@ -60,13 +60,13 @@ def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, us
 
     Args:
         waiting: The queue.
-        ready_count: Number of transfers at its front that may be sent.
+        ready_count: Number of transfers at its front that may be sent. At least 1.
         max_count: Most transfers of a message.
         usual_bytes: Size of a message. The transfers that may be sent are divided evenly over as many messages as this
             takes, so that no small message is left: a message with several transfers has at most 1.5 times this size.
 
     Returns:
-        The transfers in order. Empty if ``ready_count`` is 0.
+        The transfers in order.
     """
     if ready_count == 1:
         return [waiting.popleft()]
@@ -184,11 +184,12 @@ class _Batches(ABC, Generic[Transfer]):
 
     def _next_batch(self) -> list[Transfer]:
         with self._lock:
+            if not self._ready_count:
+                self._in_flight -= 1
+                return []
             batch = take_batch(self._waiting, self._ready_count, max_count=self.max_count, usual_bytes=self.usual_bytes)
             self._ready_count -= len(batch)
-            if not batch:
-                self._in_flight -= 1
-            elif self._ready_count and self._in_flight < self._max_in_flight:
+            if self._ready_count and self._in_flight < self._max_in_flight:
                 with suppress(RuntimeError):  # the threads were shut down
                     self._threads.start(self._run)
                     self._in_flight += 1

@@ -261,7 +261,7 @@ class ShardPush:
 
     def __call__(self, nearly_done: NearlyDone = ignore) -> None:
         """Pushes the part by itself, to the present owner of the shard."""
-        prepared, has_faults = self.prepared or self.require_prepared(), fault_points.are_armed()
+        prepared, has_faults = self.prepared or self.require_prepared(), bool(fault_points.armed_points)
         if has_faults:
             fault_points.reach("client.push.before", **details(prepared))
         limit_s, via = self.shard.wait_limit_s, self.via
@@ -296,11 +296,11 @@ def details(push: PreparedPush) -> dict[str, Any]:
 def push_together(pushes: Sequence[ShardPush]) -> list[bool]:
     """Sends pushes to one server in one message, once; returns for each whether the server has accepted it."""
     parts, first = [push.prepared for push in pushes if push.prepared is not None], pushes[0]
-    if fault_points.are_armed():
+    if fault_points.armed_points:
         for part in parts:
             fault_points.reach("client.push.before", **details(part))
     accepted = first.server.push_batch(parts, wait_limit_s=first.shard.wait_limit_s)
-    if fault_points.are_armed():
+    if fault_points.armed_points:
         for part, is_accepted in zip(parts, accepted, strict=True):
             if is_accepted:
                 fault_points.reach("client.push.after", **details(part))

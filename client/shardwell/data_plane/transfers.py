@@ -337,41 +337,18 @@ class TrafficStats:
     are copied meanwhile."""
 
     def __post_init__(self) -> None:
-        self.pushing = _Pushing(self)
-        """Context whose duration, without waits for other pushes, is added to ``push_copy_s``. May not be nested."""
-        self._waits: list[tuple[float, float]] = []
+        self.gather_waits: list[tuple[float, float]] = []
+        """Start and end of each gather wait since the last commit, by ``time.perf_counter``. Waits under 10 us are left
+        out, and so are those after the first 4096."""
         self.routes = RouteStats()
         """What the routes of gradients have carried."""
 
     def as_dict(self) -> dict[str, float]:
         return {item.name: getattr(self, item.name) for item in fields(self)} | self.routes.as_dict()
 
-    def take_gather_waits(self) -> list[tuple[float, float]]:
-        """Returns start and end of each gather wait since the last call, by ``time.perf_counter``.
-
-        Waits of less than 10 us are left out, and so are those after the first 4096.
-        """
-        waits, self._waits = self._waits, []
-        return waits
-
     def add_gather_wait(self, started: float) -> None:
         """Counts a wait for a gather that ends now. ``started``: its start, by ``time.perf_counter``."""
         ended = time.perf_counter()
         self.gather_wait_s += ended - started
-        if ended - started >= _SHORTEST_WAIT_S and len(self._waits) < _MAX_WAITS:
-            self._waits.append((started, ended))
-
-
-class _Pushing:
-    """See ``TrafficStats.pushing``."""
-
-    __slots__ = ("_started_s", "_stats")
-
-    def __init__(self, stats: TrafficStats) -> None:
-        self._stats, self._started_s = stats, 0.0
-
-    def __enter__(self) -> None:
-        self._started_s = time.perf_counter() - self._stats.push_wait_s
-
-    def __exit__(self, *_: object) -> None:
-        self._stats.push_copy_s += time.perf_counter() - self._stats.push_wait_s - self._started_s
+        if ended - started >= _SHORTEST_WAIT_S and len(self.gather_waits) < _MAX_WAITS:
+            self.gather_waits.append((started, ended))

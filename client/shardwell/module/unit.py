@@ -23,9 +23,9 @@ from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Pr
 from shardwell.module.parameter_store import FlatValues, InPlaceVector, NewValues, ParameterStore
 from shardwell.module.parameters import OWNER_ATTRIBUTE, FoundParameter, UnitParameters
 from shardwell.module.residency import ResidentUnit, UnitState
+from shardwell.transport.shared_vector import order_loads
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.host.shared_memory import order_loads
 from shardwell_wire.model.layout import UnitLayout
 
 

@@ -225,7 +225,8 @@ class StepCommitter:
             what=f"the commit of step {step}",
             with_replica=True,
         )
-        fault_points.reach("client.commit.before", step=step)
+        if fault_points.armed_points:
+            fault_points.reach("client.commit.before", step=step)
         started = time.perf_counter()
         response = propose()
         # If the optimizer runs on the trainers, an answer may ask for updated partitions before the step is committed.
@@ -238,5 +239,6 @@ class StepCommitter:
             response = propose()
         self.stats["commit_wait_s"] += time.perf_counter() - started
         self._membership.note_commit()
-        fault_points.reach("client.commit.after", step=step)
+        if fault_points.armed_points:
+            fault_points.reach("client.commit.after", step=step)
         return response

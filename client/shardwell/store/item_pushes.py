@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -80,36 +81,41 @@ class ItemPushes:
 
     def push(self, unit_index: int, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """See ``GradientStore.push``."""
-        with uninterrupted, self._pushes.stats.pushing:  # the servers wait for every part that is counted
-            membership = self._membership
-            if not membership.valid:
-                membership.check()
-            unit, current = self._units[unit_index], self._state.require_current()
-            if current.is_over or not membership.valid:
-                self.abandon_sums()
-                return
-            if self.sums is not None and not self.sums.allows_part(current, unit):
-                return
-            if (headers := current.headers) is None:
-                headers = current.headers = current.make_headers(
-                    membership.context(self._state.number, current.item),
-                    partial(self.excuses, current, current.key),
-                    membership.pp_rank,
-                )
-            indices = []
-            for index, _ in gradients:
-                indices.append(index)
-            header, excuse = headers.start_part(unit_index, indices), headers.excuse
-            if self.feedback is not None and gradients:
-                copies, copied = to_host([gradient for _, gradient in gradients])
-                copied()
-                whole = dict(zip(indices, copies, strict=True))
-                encoded = self.feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
-                if encoded is not None:
-                    self._pushes.push_encoded(unit, header, encoded, excuse, route=DIRECT)
+        stats = self.stats
+        with uninterrupted:  # the servers wait for every part that is counted
+            started_s = time.perf_counter() - stats.push_wait_s
+            try:
+                membership = self._membership
+                if not membership.valid:
+                    membership.check()
+                unit, current = self._units[unit_index], self._state.require_current()
+                if current.is_over or not membership.valid:
+                    self.abandon_sums()
                     return
-            if self.sums is None or not self.sums.push(current, unit, header, gradients, excuse):
-                self._pushes.push(unit, header, gradients, excuse, route=DIRECT)
+                if self.sums is not None and not self.sums.allows_part(current, unit):
+                    return
+                if (headers := current.headers) is None:
+                    headers = current.headers = current.make_headers(
+                        membership.context(self._state.number, current.item),
+                        partial(self.excuses, current, current.key),
+                        membership.pp_rank,
+                    )
+                indices = []
+                for index, _ in gradients:
+                    indices.append(index)
+                header, excuse = headers.start_part(unit_index, indices), headers.excuse
+                if self.feedback is not None and gradients:
+                    copies, copied = to_host([gradient for _, gradient in gradients])
+                    copied()
+                    whole = dict(zip(indices, copies, strict=True))
+                    encoded = self.feedback.encode(unit_index, unit.layout, current.item.dp_rank, whole)
+                    if encoded is not None:
+                        self._pushes.push_encoded(unit, header, encoded, excuse, route=DIRECT)
+                        return
+                if self.sums is None or not self.sums.push(current, unit, header, gradients, excuse):
+                    self._pushes.push(unit, header, gradients, excuse, route=DIRECT)
+            finally:
+                stats.push_copy_s += time.perf_counter() - stats.push_wait_s - started_s
 
     def push_buffers(
         self, unit: RemoteUnit, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]

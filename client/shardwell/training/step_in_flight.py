@@ -310,7 +310,8 @@ class StepInFlight:
         self._units.passes.before_use = None
         self._units.passes.begin_step()  # after `start_step`: gathers read the version of the new step
         self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
-        gather_waits = self._store.traffic.take_gather_waits()
+        traffic = self._store.traffic
+        gather_waits, traffic.gather_waits = traffic.gather_waits, []
         self.monitor.end_step(step, self._committer.take_facts(response), self._training.sample(), gather_waits)
 
     def _require_work(self, optimizer: common_pb2.OptimizerStep) -> None:

@@ -30,7 +30,7 @@ from shardwell.step.step_commit import StepCommitter
 from shardwell.step.step_state import StepState
 from shardwell.store.module_buffers import RunBuffers
 from shardwell.store.run_store import RunStore
-from shardwell.transport.selector import STREAM_TRANSPORTS, is_this_host
+from shardwell.transport.server_connection import STREAM_TRANSPORTS, is_this_host
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2
 

@@ -149,7 +149,8 @@ class CallConnections:
         host, _, port = address.rpartition(":")
         self._host, self._grpc_port, self._peer = host.strip("[]"), int(port), peer
         self._lock = threading.Lock()
-        self._idle: CallConnection | None = None
+        self.idle: CallConnection | None = None
+        """The connection if no thread uses it."""
         self._current: CallConnection | None = None
         """The connection, also while a thread uses it."""
         self._announced: common_pb2.CallPort | None = None
@@ -173,9 +174,9 @@ class CallConnections:
             logger.info("%s cannot be reached at its port for calls, so all rpcs go over gRPC: %s", self._peer, error)
             return
         with self._lock:
-            unused = connection if self._closed else self._idle
+            unused = connection if self._closed else self.idle
             if not self._closed:
-                self._announced, self._idle, self._current = calls, connection, connection
+                self._announced, self.idle, self._current = calls, connection, connection
         if unused is not None:
             unused.close()
 
@@ -195,10 +196,10 @@ class CallConnections:
             ShardwellError: The error that the server returned.
             DeadlineError: The server did not answer in time.
         """
-        if self._idle is None or len(body := encode()) > call_frames.MAX_BODY_BYTES:
+        if self.idle is None or len(body := encode()) > call_frames.MAX_BODY_BYTES:
             return None
         with self._lock:
-            connection, self._idle = self._idle, None
+            connection, self.idle = self.idle, None
         if connection is None:
             return None
         try:
@@ -212,7 +213,7 @@ class CallConnections:
         with self._lock:
             is_current = connection is self._current and not self._closed
             if is_current:
-                self._idle = connection
+                self.idle = connection
         if not is_current:
             connection.close()
         if failed:
@@ -233,6 +234,6 @@ class CallConnections:
         """Closes the connection, also while a thread uses it."""
         with self._lock:
             self._closed = True
-            connection, self._idle = self._current, None
+            connection, self.idle = self._current, None
         if connection is not None:
             connection.close()

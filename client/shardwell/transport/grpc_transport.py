@@ -89,13 +89,6 @@ class ShardClient(ServiceClient):
                 raise failures[0] from error
             raise
 
-    def control(
-        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
-    ) -> shard_pb2.ReduceGradientBufferResponse:
-        """Sends a control message; see ``StreamTransport``."""
-        answer: shard_pb2.ReduceGradientBufferResponse = self.call("ReduceGradientBuffer", request, timeout_s=timeout_s)
-        return answer
-
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """Sends a batch of small pushes; see ``StreamTransport``."""
         answer: shard_pb2.ReduceBatchResponse = self.call("ReduceBatch", request, timeout_s=timeout_s)
@@ -242,7 +235,10 @@ class GrpcTransport(StreamTransport):
         self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """See ``StreamTransport``."""
-        return self._client.control(request, timeout_s=timeout_s)
+        answer: shard_pb2.ReduceGradientBufferResponse = self._client.call(
+            "ReduceGradientBuffer", request, timeout_s=timeout_s
+        )
+        return answer
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""

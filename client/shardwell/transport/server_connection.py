@@ -1,15 +1,18 @@
 """What a trainer does with one shard server: reads weights, pushes gradients, reads and stages optimizer partitions.
 
-Also the messages that fetch small shards of several units together, or push small parts of several contributions.
+Also the choice of the transports to it, the opening of another when one breaks, and the messages that fetch small
+shards of several units together, or push small parts of several contributions.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -22,10 +25,12 @@ from shardwell.transport.base import (
     PreparedPush,
     ShardAddress,
     ShardRead,
+    SharedTransport,
+    StreamTransport,
     Transport,
     ignore,
 )
-from shardwell.transport.grpc_transport import ShardClient
+from shardwell.transport.grpc_transport import GrpcTransport, ShardClient
 from shardwell.transport.partition_transfers import (
     CachedPartition,
     PartitionLocation,
@@ -43,8 +48,9 @@ from shardwell.transport.resending import (
     Resending,
     ResendPolicy,
 )
-from shardwell.transport.selector import TransportSelector
 from shardwell.transport.shared_vector import SegmentLocation
+from shardwell.transport.shm_transport import Control, ShmTransport
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell_wire.encoding.chunk_streams import DEFAULT_CHUNK_BYTES
 from shardwell_wire.encoding.wire_dtypes import AS_STORED
 from shardwell_wire.errors import (
@@ -55,106 +61,13 @@ from shardwell_wire.errors import (
     NotFoundError,
     ShardwellError,
     UnavailableError,
+    UsageError,
     VersionGoneError,
     from_status_details,
 )
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import common_pb2, shard_pb2
-
-
-def _fetch_together(
-    transports: TransportSelector, reads: Sequence[ShardRead], arrived: Arrived, *, timeout_s: float
-) -> None:
-    """Fetches shards with one request, waiting until their versions exist.
-
-    Shards that have not arrived when the function returns or raises must be fetched by themselves.
-
-    Args:
-        transports: The transports to the server.
-        reads: At least one shard of the server.
-        arrived: See ``Arrived``. Shards that can be read at once arrive before those that wait for their versions.
-        timeout_s: Deadline.
-
-    Raises:
-        ShardwellError: The request or its answer was lost, or is malformed.
-    """
-    run = transports.run
-    request = shard_pb2.GatherBatchRequest(run=run.name, run_id=run.run_id)
-    with ExitStack() as stack:
-        streams = list[tuple[Incoming, ExitStack]]()
-        for each in reads:
-            context = stack.enter_context(ExitStack())
-            stream = context.enter_context(each.target.incoming())
-            streams.append((stream, context))
-            request.ranges.append(
-                each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base, names_run=False)
-            )
-        answers = BatchAnswers(transports.client.address, streams, transports.counter, arrived)
-        transports.require_stream().fetch_batch(request, answers, timeout_s=timeout_s)
-
-
-def _push_together(
-    transports: TransportSelector, prepared: Sequence[PreparedPush], corrupt: CorruptTransfers, *, timeout_s: float
-) -> list[bool]:
-    """Sends parts in one message.
-
-    Args:
-        transports: The transports to the server.
-        prepared: The parts, in memory of the server or small enough for a message.
-        corrupt: Counts the parts that arrived with a wrong checksum.
-        timeout_s: Deadline.
-
-    Returns:
-        For each part whether the server has accepted it. The others must be pushed one by one.
-
-    Raises:
-        ShardwellError: The message or its answer was lost.
-    """
-    shared, positions, accepted = transports.shared, list[int](), [False] * len(prepared)
-    common = prepared[0].header.common
-    request = shard_pb2.ReduceBatchRequest(run=transports.run.name, run_id=transports.run.run_id, common=common)
-    for position, each in enumerate(prepared):
-        if not each.is_shared:
-            part, wire_dtype = _add_stream(each, request), each.gradients.wire_dtype
-        elif shared is None or (buffered := shared.add_to_batch(each, request)) is None:
-            continue
-        else:
-            part, wire_dtype = buffered, AS_STORED
-        if each.header.common is common:
-            each.cut.complete(part.header, each.header, wire_dtype)
-        else:  # of another attempt
-            part.header.CopyFrom(each.cut.header(each.header, wire_dtype))
-        positions.append(position)
-    if not positions:
-        return accepted
-    response = transports.push_batch(request, timeout_s=timeout_s)
-    if len(response.results) != len(positions):
-        raise InvalidRequestError(
-            f"shard server at {transports.client.address} answered a batch of {len(positions)} parts with "
-            f"{len(response.results)} results"
-        )
-    for position, part, result in zip(positions, request.parts, response.results, strict=True):
-        accepted[position] = not result.status
-        if result.status:
-            _count_corrupt(result.status, transports.client.address, corrupt)
-        if part.HasField("stream"):
-            transports.counter.add(sent_bytes=len(part.stream) if accepted[position] else 0)
-        elif shared is not None:
-            shared.finish_batched(prepared[position], result)
-    return accepted
-
-
-def _count_corrupt(status: bytes, address: str, corrupt: CorruptTransfers) -> None:
-    if isinstance(error := from_status_details(status, address), CorruptDataError):
-        corrupt.add(address, "a part of a batch of pushes", error)
-
-
-def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> shard_pb2.BatchedPart:
-    with prepared.gradients.stream() as pieces:
-        stream = b"".join(pieces)
-    return request.parts.add(stream=stream, checksum=xxhash.xxh3_64_intdigest(stream))
-
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +76,43 @@ _BATCH_LIMIT_S = 10.0
 
 OPEN_TIMEOUT_S = 60.0
 """Deadline for opening a transport. Long, because a server that receives a large upload may respond late."""
+
+AnyTransport = TypeVar("AnyTransport", bound=Transport)
+
+_NOTICE_S = 1.0
+"""How long to wait, after the server rejected a session, for this process to notice that the session broke."""
+
+SHARED_TRANSPORTS: dict[str, Callable[[TransportSelector], SharedTransport]] = {
+    ShmTransport.name: lambda server: ShmTransport(
+        server.client, server.run, server.control, timeout_s=server.open_timeout_s, relay=server.relay
+    ),
+}
+STREAM_TRANSPORTS: dict[str, Callable[[TransportSelector], StreamTransport]] = {
+    SocketTransport.name: lambda server: SocketTransport(
+        server.client, server.run, server.counter, timeout_s=server.open_timeout_s
+    ),
+    GrpcTransport.name: lambda server: GrpcTransport(server.client, server.counter),
+}
+
+TRANSPORT_NAMES = (*SHARED_TRANSPORTS, *STREAM_TRANSPORTS)
+"""Names of all transports, the fastest first."""
+
+
+def parse_transports(text: str) -> tuple[str, ...]:
+    """Returns the transports that a list such as ``shm,grpc`` names, in its order.
+
+    Raises:
+        UsageError: The list is no text, a name is unknown, or a transport through shared memory is not the first.
+    """
+    if not isinstance(text, str):
+        raise UsageError(f"transports={text!r}: expected one text with commas, such as {','.join(TRANSPORT_NAMES)!r}")
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names or any(name not in TRANSPORT_NAMES for name in names):
+        raise UsageError(f"transports={text!r}: expected some of {', '.join(TRANSPORT_NAMES)}, the preferred one first")
+    for name in names[1:]:
+        if name in SHARED_TRANSPORTS:
+            raise UsageError(f"transports={text!r}: {name} must come first, because it is the fastest where it works")
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,3 +426,263 @@ class ServerConnection(ReachedServer):
         self.closed.set()
         self.transports.close()
         self.client.close()
+
+
+class TransportSelector:
+    """The transports of this trainer to one shard server, for one run. Thread-safe.
+
+    A transport through shared memory is used if it is the first in the list and can be opened. Everything else uses
+    the first stream transport that can be opened.
+
+    Args:
+        client: Calls the server's rpcs.
+        run: The run. The server must own a shard of it already.
+        names: Names of the transports to try, in this order.
+        check: Called when no transport can be opened; raises if the server is not to be used any more.
+        open_timeout_s: Deadline for opening a transport.
+        relay: See ``ShmTransport``.
+
+    Raises:
+        UnavailableError: None of the transports can be opened.
+    """
+
+    client: ShardClient
+    run: RunIdentity
+    counter: ByteCounter
+    """Streamed bytes, in their encoded size."""
+    open_timeout_s: float
+    relay: shard_pb2.RelaySession | None
+
+    def __init__(
+        self,
+        client: ShardClient,
+        run: RunIdentity,
+        *,
+        names: Sequence[str],
+        check: Callable[[], None],
+        open_timeout_s: float,
+        relay: shard_pb2.RelaySession | None = None,
+    ) -> None:
+        self.relay = relay
+        self.client, self.run, self.open_timeout_s = client, run, open_timeout_s
+        self._names, self._check = tuple(names), check
+        self._streams = any(name in STREAM_TRANSPORTS for name in self._names)
+        """Whether a stream transport is allowed."""
+        self.control: Control | None = self._control if self._streams else None
+        """Sends a control message of a shared transport over a stream transport. None: none is allowed."""
+        self.counter = ByteCounter()
+        self._open_lock = threading.RLock()
+        self.shared: SharedTransport | None = None
+        """The transport through shared memory, if there is one."""
+        self._stream: StreamTransport | None = None
+        self._not_offered = set[str]()
+        """Transports that the server refused because it does not offer them."""
+        try:
+            if self._names[0] in SHARED_TRANSPORTS:
+                self.shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
+            if self.shared is None:
+                self._stream = self._open_stream()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def transport(self) -> Transport:
+        """The transport in use."""
+        if self.shared is not None:
+            return self.shared
+        # Heartbeats read this after the stream broke. They must not open another one.
+        return self._stream or self.require_stream()
+
+    @property
+    def stream_name(self) -> str | None:
+        """Name of the stream transport, if one was opened."""
+        return None if self._stream is None else self._stream.name
+
+    # ---- the transports of the next attempt ----
+
+    def require_stream(self) -> StreamTransport:
+        """Returns the stream transport. Opens one if there is none, or if the last one broke."""
+        stream = self._stream
+        if stream is not None and not stream.broke:
+            return stream
+        with self._open_lock:
+            if self._stream is None or self._stream.broke:
+                self._stream = self._open_stream()
+            return self._stream
+
+    def require_shared(self) -> SharedTransport:
+        """Returns the transport through shared memory. Opens another if the last one broke."""
+        with self._open_lock:
+            assert self.shared is not None
+            if self.shared.session.broke:
+                logger.warning(
+                    "shard server at %s: transport %s broke, opening another", self.client.address, self.shared.name
+                )
+                self.shared = SHARED_TRANSPORTS[self.shared.name](self)
+            return self.shared
+
+    def _control(
+        self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        return self.require_stream().control(request, timeout_s)
+
+    def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
+        """Sends a batch of small pushes: over a stream transport, or by an rpc if none is allowed."""
+        path = self.require_stream() if self._streams else self.client
+        return path.push_batch(request, timeout_s=timeout_s)
+
+    def lost(self, error: ShardwellError, *, is_shared: bool) -> bool:
+        """Returns whether an operation failed because its transport broke.
+
+        Args:
+            error: Its error. A server rejects messages about a session of shared memory that broke.
+            is_shared: Whether the operation needs the transport through shared memory.
+        """
+        if is_shared and self.shared is not None and self.shared.session.broke_within(_NOTICE_S):
+            return True
+        if not isinstance(error, UnavailableError) or self._stream is None or not self._stream.broke:
+            return False
+        logger.warning(
+            "shard server at %s: transport %s broke, opening another: %s",
+            self.client.address,
+            self._stream.name,
+            error,
+        )
+        return True
+
+    # ---- opening and closing ----
+
+    def _open_stream(self) -> StreamTransport:
+        for name in self._names:
+            if name in STREAM_TRANSPORTS and (stream := self._try_open(STREAM_TRANSPORTS, name)) is not None:
+                return stream
+        self._check()
+        # A server that does not offer a transport will not offer it later.
+        kind = ConflictError if self._not_offered.issuperset(self._names) else UnavailableError
+        raise kind(
+            f"shard server at {self.client.address}: none of the transports {', '.join(self._names)} can be opened; "
+            f"the log says why. Allow grpc too: transports={','.join(self._names)},grpc"
+        )
+
+    def _try_open(
+        self, openers: Mapping[str, Callable[[TransportSelector], AnyTransport]], name: str
+    ) -> AnyTransport | None:
+        try:
+            return openers[name](self)
+        except (ShardwellError, OSError) as error:
+            # Shared memory cannot work with a server on another host, and a server need not offer every stream
+            # transport. Neither needs a warning.
+            expected = (
+                not is_this_host(self.client.address) if name in SHARED_TRANSPORTS else type(error) is ConflictError
+            )
+            if type(error) is ConflictError:
+                self._not_offered.add(name)
+            level = logging.INFO if expected else logging.WARNING
+            logger.log(level, "shard server at %s: no transport %s: %s", self.client.address, name, error)
+            return None
+
+    def close(self) -> None:
+        """Closes the transports. Transfers in flight fail."""
+        for transport in (self.shared, self._stream):
+            if transport is not None:
+                transport.close()
+
+
+def _fetch_together(
+    transports: TransportSelector, reads: Sequence[ShardRead], arrived: Arrived, *, timeout_s: float
+) -> None:
+    """Fetches shards with one request, waiting until their versions exist.
+
+    Shards that have not arrived when the function returns or raises must be fetched by themselves.
+
+    Args:
+        transports: The transports to the server.
+        reads: At least one shard of the server.
+        arrived: See ``Arrived``. Shards that can be read at once arrive before those that wait for their versions.
+        timeout_s: Deadline.
+
+    Raises:
+        ShardwellError: The request or its answer was lost, or is malformed.
+    """
+    run = transports.run
+    request = shard_pb2.GatherBatchRequest(run=run.name, run_id=run.run_id)
+    with ExitStack() as stack:
+        streams = list[tuple[Incoming, ExitStack]]()
+        for each in reads:
+            context = stack.enter_context(ExitStack())
+            stream = context.enter_context(each.target.incoming())
+            streams.append((stream, context))
+            request.ranges.append(
+                each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base, names_run=False)
+            )
+        answers = BatchAnswers(transports.client.address, streams, transports.counter, arrived)
+        transports.require_stream().fetch_batch(request, answers, timeout_s=timeout_s)
+
+
+def _push_together(
+    transports: TransportSelector, prepared: Sequence[PreparedPush], corrupt: CorruptTransfers, *, timeout_s: float
+) -> list[bool]:
+    """Sends parts in one message.
+
+    Args:
+        transports: The transports to the server.
+        prepared: The parts, in memory of the server or small enough for a message.
+        corrupt: Counts the parts that arrived with a wrong checksum.
+        timeout_s: Deadline.
+
+    Returns:
+        For each part whether the server has accepted it. The others must be pushed one by one.
+
+    Raises:
+        ShardwellError: The message or its answer was lost.
+    """
+    shared, positions, accepted = transports.shared, list[int](), [False] * len(prepared)
+    common = prepared[0].header.common
+    request = shard_pb2.ReduceBatchRequest(run=transports.run.name, run_id=transports.run.run_id, common=common)
+    for position, each in enumerate(prepared):
+        if not each.is_shared:
+            part, wire_dtype = _add_stream(each, request), each.gradients.wire_dtype
+        elif shared is None or (buffered := shared.add_to_batch(each, request)) is None:
+            continue
+        else:
+            part, wire_dtype = buffered, AS_STORED
+        if each.header.common is common:
+            each.cut.complete(part.header, each.header, wire_dtype)
+        else:  # of another attempt
+            part.header.CopyFrom(each.cut.header(each.header, wire_dtype))
+        positions.append(position)
+    if not positions:
+        return accepted
+    response = transports.push_batch(request, timeout_s=timeout_s)
+    if len(response.results) != len(positions):
+        raise InvalidRequestError(
+            f"shard server at {transports.client.address} answered a batch of {len(positions)} parts with "
+            f"{len(response.results)} results"
+        )
+    for position, part, result in zip(positions, request.parts, response.results, strict=True):
+        accepted[position] = not result.status
+        if result.status:
+            _count_corrupt(result.status, transports.client.address, corrupt)
+        if part.HasField("stream"):
+            transports.counter.add(sent_bytes=len(part.stream) if accepted[position] else 0)
+        elif shared is not None:
+            shared.finish_batched(prepared[position], result)
+    return accepted
+
+
+def _count_corrupt(status: bytes, address: str, corrupt: CorruptTransfers) -> None:
+    if isinstance(error := from_status_details(status, address), CorruptDataError):
+        corrupt.add(address, "a part of a batch of pushes", error)
+
+
+def _add_stream(prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest) -> shard_pb2.BatchedPart:
+    with prepared.gradients.stream() as pieces:
+        stream = b"".join(pieces)
+    return request.parts.add(stream=stream, checksum=xxhash.xxh3_64_intdigest(stream))
+
+
+def is_this_host(address: str) -> bool:
+    """Returns whether host:port names this host."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1", socket.gethostname()) or host.startswith("127.")

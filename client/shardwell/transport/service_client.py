@@ -243,13 +243,13 @@ class ServiceClient:
         """Calls a unary rpc once."""
         rpc = self._unary.get(rpc_name) or self._open_unary(rpc_name)
         credentials, deadline = self.credentials, time.monotonic() + timeout_s
-        answer = self._calls.call(rpc.path, credentials.token, request.SerializeToString, timeout_s)
-        if answer is not None:
-            return rpc.decode(answer)
+        if self._calls.idle is not None:
+            answer = self._calls.call(rpc.path, credentials.token, request.SerializeToString, timeout_s)
+            if answer is not None:
+                return rpc.decode(answer)
         # A broken connection may have used up a part of the caller's time.
         left_s = max(0.0, deadline - time.monotonic())
-        # A lambda: the repr of a partial would show the token.
-        return self.once(lambda: rpc.stub(request, metadata=credentials.metadata, timeout=left_s))
+        return self.once(rpc.stub, request, metadata=credentials.metadata, timeout=left_s)
 
     def _open_unary(self, rpc_name: str) -> _Unary:
         """Returns what a unary rpc needs, which is made once."""
@@ -333,10 +333,10 @@ class ServiceClient:
             sleep=self._closed.wait,
         )
 
-    def once(self, action: Callable[[], Result]) -> Result:
-        """Calls ``action``, and maps the errors of gRPC."""
+    def once(self, action: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        """Calls ``action`` with the arguments, and maps the errors of gRPC."""
         try:
-            result = action()
+            result = action(*arguments, **options)
         except grpc.RpcError as error:
             raise self._mapped(error) from error
         except ValueError as error:  # gRPC raises this error for a closed channel

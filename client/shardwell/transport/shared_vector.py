@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from shardwell_wire.errors import VersionGoneError
-from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, open_in_folder, opened, order_loads, write_version
+from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, open_in_folder, opened, write_version
 from shardwell_wire.model.layout import BLOCK_BYTES
 
 _PRESENT, _SWAPPED, _SHARED_OR_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
@@ -155,6 +155,17 @@ class SegmentLocation:
     start_bytes: int
     stop_bytes: int
     open: OpenFile = field(default=open_in_folder, compare=False)
+
+
+_fence = threading.Lock()
+
+
+def order_loads() -> None:
+    """Orders all earlier loads of this thread before all later loads, also on processors that reorder loads."""
+    with _fence:
+        pass  # no earlier load moves after this release of the lock
+    with _fence:
+        pass  # no later load moves before this acquisition of the lock
 
 
 class SharedVector:

@@ -174,7 +174,7 @@ class ShmTransport(SharedTransport):
     Args:
         client: Calls the server. The caller closes it.
         run: The run.
-        control: Sends control messages.
+        control: Sends control messages. None: they are rpcs.
         timeout_s: Deadline for opening the session.
         relay: What this trainer tells a relay. None: the session is for the server's own shards.
 
@@ -190,7 +190,7 @@ class ShmTransport(SharedTransport):
         self,
         client: ShardClient,
         run: RunIdentity,
-        control: Control,
+        control: Control | None,
         *,
         timeout_s: float,
         relay: shard_pb2.RelaySession | None = None,
@@ -296,13 +296,17 @@ class ShmTransport(SharedTransport):
         while True:
             if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
                 prepared = self.prepare_push(prepared)
+            answer: shard_pb2.ReduceGradientBufferResponse
             request = shard_pb2.ReduceGradientBufferRequest(
                 header=prepared.cut.header(prepared.header),
                 transport_id=self.session_id,
                 gradient_buffer_id=prepared.buffer.buffer_id,
             )
             try:
-                answer = self._control(request, timeout_s)
+                if self._control is None:
+                    answer = self._client.call("ReduceGradientBuffer", request, timeout_s=timeout_s)
+                else:
+                    answer = self._control(request, timeout_s)
                 if not answer.adopted:
                     self._gradient_buffers.release(prepared.buffer)
                 return answer

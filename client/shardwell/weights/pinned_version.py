@@ -16,8 +16,7 @@ import torch
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.shard import RemoteShard, Wire
 from shardwell.transport.resending import ResendPolicy
-from shardwell.transport.selector import TRANSPORT_NAMES
-from shardwell.transport.server_connection import ConnectOptions, ServerConnection
+from shardwell.transport.server_connection import TRANSPORT_NAMES, ConnectOptions, ServerConnection
 from shardwell.transport.service_client import CoordinatorClient, StandingRpc
 from shardwell.transport.shared_vector import CAN_MAP
 from shardwell_wire.connection.channel import retry

@@ -12,7 +12,8 @@ are private to one user of one host.
 Note: [Memory ordering]
     The version is a sequence lock. The writer stores ``UPDATING`` before the first byte of the next version, and the
     new version after the last byte. Another thread writes the bytes in between; passing the work between the threads
-    orders the stores. The reader must load the version after its last load of the bytes, which ``order_loads`` ensures.
+    orders the stores. The reader must load the version after its last load of the bytes, which
+    ``order_loads`` in the client ensures.
     Both sides access the version as one aligned native word, so no torn version is visible. See ``store_word``.
 
 Note: [Trust between users]
@@ -38,7 +39,6 @@ import os
 import socket
 import stat
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -66,7 +66,6 @@ UPDATING = -1
 """Stored instead of a version while the next version is written, and after the shard is removed."""
 
 _WORD = struct.Struct("@q")
-_fence = threading.Lock()
 
 
 def read_version(head: memoryview) -> int:
@@ -78,14 +77,6 @@ def read_version(head: memoryview) -> int:
 def write_version(head: memoryview, version: int) -> None:
     """Stores a version, or ``UPDATING``, in a segment's header."""
     store_word(head, version)
-
-
-def order_loads() -> None:
-    """Orders all earlier loads of this thread before all later loads, also on processors that reorder loads."""
-    with _fence:
-        pass  # no earlier load moves after this release of the lock
-    with _fence:
-        pass  # no later load moves before this acquisition of the lock
 
 
 PROOF_BYTES, NONCE_BYTES = 32, 16
