@@ -2,9 +2,9 @@
 
 >>> shardwell.auto_wrap(model, session, policy, source=shardwell.init.drawn())
 
-A value depends on the run's seed, the parameter's name and the element's index in the whole parameter only, and not on
-the grid, the number of servers or the cut into units. Names are those in the run (``auto_wrap`` uses the names in the
-model).
+A value depends on the run's seed, the parameter's name and the element's index in the whole parameter only. It
+does not depend on the grid, the number of servers or the cut into units. Names are those in the run (``auto_wrap``
+uses the names in the model).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def drawn(rule: Rule | None = None, *, init: InitFunction | None = None) -> Draw
     """Returns a source for ``fully_shard`` and ``auto_wrap`` with which the servers draw all parameters.
 
     Args:
-        rule: Chooses the distribution of each parameter. The default, also if it returns None, is ``default_rule``.
+        rule: Chooses the distribution of each parameter. If it is None or returns None, ``default_rule`` chooses.
         init: Initialises modules with buffers on the meta device; by default their ``reset_parameters``.
     """
     return DrawnValues(rule or (lambda module, name, parameter: None), init)

@@ -211,7 +211,7 @@ class ShardPush:
     Args:
         shard: The shard.
         server: The server that the push was prepared for, which may have lost the shard meanwhile.
-        prepared: The part. None: ``prepare`` prepares it when it is sent.
+        prepared: The part. None: ``prepare`` makes the part when the push is sent.
         stream_bytes: Size of the part in a stream. 0: the part is in memory of the server.
     """
 

@@ -333,8 +333,8 @@ class TrafficStats:
     pushed_bytes: int = 0
     push_wait_s: float = 0.0
     push_copy_s: float = 0.0
-    """Seconds that the training thread started pushes, without ``push_wait_s``. Gradients that go through shared memory
-    are copied meanwhile."""
+    """Seconds that the training thread started pushes, without ``push_wait_s``. This time includes the
+    copies of gradients into shared memory."""
 
     def __post_init__(self) -> None:
         self.gather_waits: list[tuple[float, float]] = []

@@ -153,7 +153,8 @@ class GradientBuckets:
         self._unit, self._pushes = unit, pushes
         self._sizes = [specification.size_bytes for specification in unit.layout.parameters]
         self._complete: dict[int, None] = {}
-        # Weak: the garbage collector does not see torch's reference to a hook, so a cycle would keep the model alive.
+        # The reference is weak: the garbage collector does not see torch's reference to a hook, so a cycle would keep
+        # the model alive.
         completed: weakref.ref[Callable[[int], None]] = weakref.WeakMethod(self._completed)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_call_weak, completed, index))  # type: ignore[no-untyped-call]

@@ -102,7 +102,7 @@ class _Hooks:
         call, storage = calls.pop(), unit.storage
         results = [output] if type(output) is torch.Tensor else find_tensors(output)
         for tensor in results:
-            # As `share_storage`, without its call.
+            # The same test as in `share_storage`, written out to save a call per tensor.
             if (
                 tensor.layout is torch.strided
                 and _has_storage(tensor)

@@ -54,7 +54,7 @@ class InitialValues(Protocol):
         ...
 
     def read(self, segment: Segment) -> Iterator[bytes | memoryview]:
-        """Yields the bytes of a part of a parameter, in pieces that stay valid. From any thread, also repeatedly."""
+        """Yields the bytes of a part of a parameter, in pieces that stay valid. Called repeatedly and in any thread."""
         ...
 
 
@@ -189,7 +189,7 @@ class ParameterStore(Protocol):
         ...
 
     def present_version(self, unit_index: int) -> int | None:
-        """Gathers a vector that is read in place without waiting, if possible.
+        """Gathers a vector that is read in place, if its version is there without waiting.
 
         Returns:
             The version that the current step reads, if the vector has it; otherwise None: see ``await_version``.

@@ -306,7 +306,7 @@ class ParameterOwner(Protocol):
 
     @property
     def hidden_gradient(self) -> str:
-        """Where the gradient is that ``.grad`` does not show. Empty: ``.grad`` shows it, or there is none."""
+        """Where the gradient is if ``.grad`` does not show it. Empty: ``.grad`` shows it, or there is no gradient."""
         ...
 
     def note_gradient_read(self) -> bool:

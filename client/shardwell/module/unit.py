@@ -332,7 +332,7 @@ class Unit(ResidentUnit):
         self.free()
         flat = self.gather_copy()
         self.held.detach(
-            # Copies: a parameter must not keep the memory of the whole unit.
+            # The values are copied, because a parameter must not keep the memory of the whole unit.
             [self.read(flat, index).to(device or self._device, copy=True) for index in range(len(self.parameters))]
         )
 

@@ -248,7 +248,7 @@ class FlatClientSide(PartitionOptimizer):
         for members in _uniform_sets(segment, groups):
             settings = self.param_groups[groups[members[0]]]
             group = MappingProxyType({name: value for name, value in settings.items() if name != "params"})
-            # Copies: the function may keep or return any of them, whichever transport is used.
+            # The tensors are copied, because the function may keep or return any of them, whichever transport is used.
             values = torch.cat([segment.values[index] for index in members])
             gradient = torch.cat([segment.gradients[index] for index in members])
             state = _flat_state(segment, members)

@@ -111,7 +111,7 @@ class SplitLayer:
 
 @dataclass(slots=True, eq=False)
 class ModelDescription:
-    """What is known of the division of one model. The plans of ``shardwell.parallel`` add what they know."""
+    """The known facts about the division of one model. The plans of ``shardwell.parallel`` add facts."""
 
     class_name: str
     """Class of the model."""

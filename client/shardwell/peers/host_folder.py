@@ -86,7 +86,7 @@ class HostFolder:
         except OSError as error:
             logger.warning("cannot remove %s: %s", self.path, error)
         finally:
-            # Unlock explicitly: a forked process shares the open file, and with it the lock.
+            # Closing the file is not enough to unlock it: a forked process shares the open file, and with it the lock.
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
 

@@ -400,7 +400,8 @@ class NodeRendezvous:
         with locked(self._folder.path / _PAGE, _LOCK_LIMIT_S, self._closed):
             record = self._read()
             yield record
-            # One copy: pack_into clears the fields first, and waiting members read without the lock.
+            # The record is written in one copy: pack_into clears the fields first, and waiting members read without
+            # the lock.
             self._memory[: _RECORD.size] = _RECORD.pack(*astuple(record))
 
     def _read(self) -> _Record:

@@ -300,7 +300,7 @@ class Session:
         Args:
             num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted.
             optimizer_steps: Calls of ``optimizer.step()`` in the loop body. Each call is a commit of the run. A trainer
-                that joins between two of them repeats the iteration: ``step.batches`` yields nothing for the committed
+                that joins between two calls repeats the iteration: ``step.batches`` yields nothing for the committed
                 part, and ``optimizer.step()`` returns at once.
 
         Raises:
@@ -475,7 +475,7 @@ class Session:
         former model is released before the next call, unless the script refers to the model from elsewhere.
 
         Args:
-            train: Trains the model. What it returns is returned.
+            train: Trains the model. Its result is returned.
 
         Raises:
             DeadlineError: The replica was not complete in ``wait_limit_s``.

@@ -19,9 +19,9 @@ Note: [States of a work item on a trainer]
     ``give_up`` leads from SPOILED and COMPUTING to ABANDONED, and from VOID and FINISHED to LOST. The events are:
 
     * finish: the training thread has pushed all gradients of the attempt.
-    * abandon: a server or the coordinator says that the attempt is over. In any thread.
-    * spoil: weights that the attempt has read may have changed, or a sum that contains its gradients is void. In any
-      thread.
+    * abandon: a server or the coordinator says that the attempt is over. This may happen in any thread.
+    * spoil: weights that the attempt has read may have changed, or a sum that contains its gradients is void. This
+      may happen in any thread.
     * give up: the coordinator does not grant another attempt.
     * restart: the coordinator has granted another attempt (``ResetWork``, ``FinishWork``), without any push. A finished
       item stays finished: its rank then has no gradient in the step.

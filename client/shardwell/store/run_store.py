@@ -435,7 +435,8 @@ class RunStore:
             self._relocations.settle()
         finally:
             if rolled_back:
-                # Not before: until now, a former owner that is cut off may have sent versions that do not count.
+                # This is not done earlier: until now, a former owner that is cut off may have sent versions that do
+                # not count.
                 self._forget_streams()
         self.gradients.rejoin(moved=moved)
         if moved:

@@ -193,7 +193,7 @@ class StateOwners:
         self._owners: dict[ParameterKey, StateOwner] = {}
 
     def extend(self, owner: StateOwner, parameters: Iterable[ParameterKey]) -> None:
-        """Adds parameters to an optimizer. Those of another one keep their state."""
+        """Adds parameters to an optimizer. Parameters of another optimizer keep their state."""
         for key in parameters:
             self._owners.setdefault(key, owner)
 

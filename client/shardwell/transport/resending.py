@@ -197,7 +197,8 @@ class Resending(Generic[Server]):
             action: One attempt at a server. Its last argument is how long the server may wait for a version.
             operation: How it is repeated.
             until_s: How long the operation waits for a version, by ``time.monotonic``. None: for ``ASK_S``.
-            member: Whether only a member of the run may repeat it at another owner, or wait longer than ``ASK_S``.
+            member: Whether this trainer must be a member of the run to repeat the operation at another owner, or to
+                wait longer than ``ASK_S``.
 
         Raises:
             CorruptDataError: Several attempts in a row had a wrong checksum.

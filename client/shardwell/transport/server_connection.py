@@ -134,8 +134,8 @@ class ConnectOptions:
 class ServerConnection(ReachedServer):
     """One shard server, as this trainer uses it for one run. Thread-safe.
 
-    Transfers for which the server has no shared memory use a stream transport. Every operation is one attempt, except
-    ``locate`` and those of batches: ``Resending`` repeats it.
+    Transfers for which the server has no shared memory use a stream transport. Except for ``locate``, an operation is
+    one attempt, which ``Resending`` repeats. Transfers of a batch that fails are repeated one by one.
 
     Args:
         address: host:port.

@@ -272,7 +272,7 @@ def pinned_version(
 def _pin_newest(
     coordinator: CoordinatorClient, run: str, timeout_s: float, connections: RunConnections | None
 ) -> tuple[PinnedVersion, ExitStack]:
-    """Returns a pinned version, and what to close after its use."""
+    """Returns a pinned version, and the stack to close after its use."""
     ahead, target = 1, None
     tried: list[int] = []
     for _ in range(_ATTEMPTS):

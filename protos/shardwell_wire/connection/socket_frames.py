@@ -25,8 +25,8 @@ receive them with a ``ByteStream`` of their own sockets.
 
 Note: [TLS in memory]
     The TLS of Python's ``ssl`` module works in memory here. One system call moves many records, and the waits for the
-    socket are the same as without TLS. A stream that ends without TLS's own end is noticed by the frames, which have an
-    END and a checksum.
+    socket are the same as without TLS. If a connection ends without TLS's own end, the missing END frame or the
+    checksum shows it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class _Scratch(threading.local):
             self._scales = torch.empty(_SLICE_BLOCKS, dtype=torch.float32, device="cpu")
             every_byte = torch.arange(256, dtype=torch.uint8, device="cpu")
             self.float8_values = every_byte.view(torch.float8_e4m3fn).to(torch.float32)
-        # Cached: creating the views takes as long as a pass over a small slice.
+        # The views are cached, because creating them takes as long as a pass over a small slice.
         self.blocks = lru_cache(_KEPT_VIEWS)(self._make_blocks)
 
     @torch.inference_mode(False)

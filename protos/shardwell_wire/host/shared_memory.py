@@ -301,7 +301,8 @@ def _receive(path: str, user_id: int, packet: bytes, name: str) -> int:
             raise UntrustedFileError(
                 errno.EPERM, f"expected a folder that only user {user_id} can write to, found {actual}", path
             )
-        # Blocking: with a timeout of Python, connecting fails when the server has not yet accepted other connections.
+        # The socket is blocking: with a timeout of Python, connecting fails while the server has not yet accepted other
+        # connections.
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(_LIMIT_S, 0))
         try:

@@ -60,7 +60,7 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata to send with an rpc. Not to be kept: tokens are renewed."""
+        """Metadata to send with an rpc. Must be read for each rpc, because tokens are renewed."""
         token = self.token
         return ((_HEADER, f"{_SCHEME} {token}"),) if token else ()
 
@@ -151,7 +151,7 @@ def read_key_file(path: str | os.PathLike[str]) -> Credentials:
 
 
 def read_token_file(path: str | os.PathLike[str]) -> Credentials:
-    """Reads a token file. Who has the cluster's key is an operator.
+    """Reads a token file. A holder of the cluster's key is an operator.
 
     Args:
         path: A file that belongs to this user or to root and that no other user can read. May be a symbolic link, or

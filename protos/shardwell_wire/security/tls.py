@@ -53,7 +53,7 @@ class Encryption(enum.IntEnum):
     NEVER = 1
     """None."""
     OFF_HOST = 2
-    """Those between different addresses. A connection within a host has the same address at both ends."""
+    """Connections between different addresses. A connection within a host has the same address at both ends."""
     ALWAYS = 3
     """All."""
 

@@ -1,6 +1,6 @@
 """Tokens of a cluster: who a caller is, proved by a MAC under the cluster's key.
 
-The coordinator and the shard servers hold the key and verify tokens without asking anyone. Who holds the key makes
+The coordinator and the shard servers hold the key and verify tokens without asking anyone. A holder of the key makes
 tokens. The key itself is never sent. A token is one line of text, without spaces::
 
     sw1.KEY.ROLE.RUN.RUN_ID.MEMBER.EXPIRES.MAC

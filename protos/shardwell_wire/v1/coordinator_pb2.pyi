@@ -422,7 +422,7 @@ class RegisterServerResponse(google.protobuf.message.Message):
 
     @property
     def adopted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldShard]:
-        """Those of RegisterServerRequest.held that the process keeps, each with its role from now on. The server drops the
+        """Shards of RegisterServerRequest.held that the process keeps, each with its role from now on. The server drops the
         others. A copy with SHARD_ROLE_BACKUP is kept as it is, whatever it was before: it serves no trainer, and nothing
         updates it. Later, PromoteShards makes it a primary, or ReleaseShards or a RetiredShard drops it.
         """

@@ -424,8 +424,8 @@ class CoordinatorServiceServicer(object):
         process group. Only worlds with tp * pp above 1 have stores. A store ends when its replica's epoch rises. It is lost
         when the coordinator restarts. The replica then gets a new epoch when a trainer sets, gets, adds or deletes a key.
 
-        The agents of torchrun use stores of their own, one per rendezvous. They need no run. Such a store ends when no agent
-        has used it for 10 minutes, and when the coordinator restarts.
+        The agents of torchrun use stores of their own, one per rendezvous. They need no run. The store of a
+        rendezvous ends when no agent has used it for 10 minutes, and when the coordinator restarts.
 
         ABORTED: the replica has another epoch now. RESOURCE_EXHAUSTED: the store is full, or there are too many stores.
         FAILED_PRECONDITION: a store of torchrun, and the cluster has no token.

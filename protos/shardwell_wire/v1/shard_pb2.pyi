@@ -56,7 +56,7 @@ class _SocketEncryptionEnumTypeWrapper(google.protobuf.internal.enum_type_wrappe
     SOCKET_ENCRYPTION_NEVER: _SocketEncryption.ValueType  # 1
     """None."""
     SOCKET_ENCRYPTION_OFF_HOST: _SocketEncryption.ValueType  # 2
-    """Those whose two ends have different IP addresses."""
+    """Connections whose two ends have different IP addresses are encrypted."""
     SOCKET_ENCRYPTION_ALWAYS: _SocketEncryption.ValueType  # 3
     """All."""
 
@@ -68,7 +68,7 @@ SOCKET_ENCRYPTION_UNSPECIFIED: SocketEncryption.ValueType  # 0
 SOCKET_ENCRYPTION_NEVER: SocketEncryption.ValueType  # 1
 """None."""
 SOCKET_ENCRYPTION_OFF_HOST: SocketEncryption.ValueType  # 2
-"""Those whose two ends have different IP addresses."""
+"""Connections whose two ends have different IP addresses are encrypted."""
 SOCKET_ENCRYPTION_ALWAYS: SocketEncryption.ValueType  # 3
 """All."""
 global___SocketEncryption = SocketEncryption
@@ -657,7 +657,7 @@ class GatherBatchRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
     run: builtins.str
-    """Name of the run of all ranges."""
+    """Name of the run that all ranges belong to."""
     run_id: builtins.str
     """Id of the run."""
     @property
@@ -1609,7 +1609,7 @@ class ReduceBatchRequest(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     COMMON_FIELD_NUMBER: builtins.int
     run: builtins.str
-    """Name of the run of all parts."""
+    """Name of the run that all parts belong to."""
     run_id: builtins.str
     """Id of the run. Required."""
     transport_id: builtins.str

@@ -122,7 +122,7 @@ class Relocations:
 
     @property
     def settled(self) -> bool:
-        """True if every shard is served by its primary, which knows this, and by no other server."""
+        """True if every primary has confirmed its role, and no other server still has to release a shard."""
         return not (self.unconfirmed or self.releasing)
 
     def set_rebalancing(self, rebalancing: bool) -> None:

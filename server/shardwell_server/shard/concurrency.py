@@ -127,7 +127,7 @@ class OpenStreams:
         try:
             if older is not None:
                 older.end(StaleEpochError(f"{what}: a newer stream replaced this one"))
-                # Not interrupted: a successor of this stream must not start before the older stream has ended.
+                # This wait is not interrupted: the stream's successor must not start before the older stream has ended.
                 await uninterrupted(older.ended.wait())
             yield
         except asyncio.CancelledError:

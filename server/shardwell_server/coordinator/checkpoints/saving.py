@@ -1,8 +1,8 @@
 """Saves checkpoints of runs while they train, with the residuals of error feedback that trainers write to them.
 
 Trainers write their residuals at the start of step v to the checkpoint of version v, see Note: [Residuals in
-checkpoints] in the client. A checkpoint waits for all live trainers that have residuals. What is missing then is zero
-in a run that is loaded from the checkpoint, and an event names the ranks.
+checkpoints] in the client. A checkpoint waits for all live trainers that have residuals. Missing residuals are zero
+in a run that is loaded from the checkpoint, and an event names their ranks.
 
 Note: [Consistent checkpoints]
     A checkpoint starts when every server has acknowledged the update that makes version v. The shards then do not

@@ -112,7 +112,7 @@ class ServerLeases:
         return server.epoch
 
     async def prove_alive(self, server_ids: Collection[str]) -> None:
-        """Probes live servers. Those that do not answer are suspected, so that no copy is dropped for their sake."""
+        """Probes live servers. Servers that do not answer are suspected, so that no copy is dropped for their sake."""
 
         async def prove(server: Server) -> None:
             try:

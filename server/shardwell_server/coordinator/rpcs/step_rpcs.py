@@ -200,8 +200,8 @@ class StepRpcs(CoordinatorRpcs):
         item = step.require_leased(member.name, request.global_rank, request.context.epoch)
         repeated = item.reset_id != "" and item.reset_id == request.context.request_id
         if not repeated and (not request.HasField("attempt") or request.attempt == item.attempt):
-            # Expired trainers cannot reset their finished items, which the reset of this item invalidates too. Those of
-            # this item's replica get the new attempt.
+            # Expired trainers cannot reset their finished items, which the reset of this item invalidates too. Expired
+            # trainers of this item's replica get the new attempt.
             expired = [each for each in run.members.expired if each.name not in item.trainers]
             self._coordinator.trainers.revoke(run, expired)
             run.work.reset_item(step, item, request.context.request_id)
@@ -472,7 +472,7 @@ def _reported_step(
 def _require_workers(run: Run, member: Member, step: Step) -> None:
     """Raises StepRestartedError if a trainer waits for work that nobody computes, and that it could compute itself.
 
-    Work may be restarted when all trainers wait for the commit. Those that have computed an item compute it again, and
+    Work may be restarted when all trainers wait for the commit. Trainers that have computed an item repeat it, and
     ask for more. If their trainers are gone, the others have to ask.
     """
     if run.asynchronous or step.all_finished or not member.accepts_reassigned_work or run.owners.has_waiting_replica:

@@ -242,7 +242,7 @@ class Work(ABC):
         """
 
     def finish_items(self, member: Member, step: Step, finished: Sequence[FinishedWork]) -> bool:
-        """Marks what a trainer has finished in a step. Returns True if these were the last ones."""
+        """Marks items that a trainer has finished in a step. Returns True if all items of the step are finished now."""
         now = self._clock()
         for item in (work.item for work in finished):
             if (twin := item.twin) is None:

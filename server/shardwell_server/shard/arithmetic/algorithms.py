@@ -214,7 +214,7 @@ class Engine:
 
         Args:
             parts: The parts.
-            settings: The settings, of which only those matter that enable state.
+            settings: The settings. Only settings that enable state matter.
         """
 
         def pieces(gradients: Sequence[Tensor], settings: Settings, clipping: Clipping) -> Iterator[Piece]:
@@ -249,7 +249,7 @@ class Engine:
 
         Args:
             part: A part that has all state.
-            settings: The settings, of which only those matter that enable state.
+            settings: The settings. Only settings that enable state matter.
         """
         return None
 

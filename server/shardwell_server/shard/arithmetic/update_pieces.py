@@ -167,7 +167,7 @@ class Clipping:
         clipped = gradient if self.coefficient == 1.0 else torch.mul(gradient, self.coefficient)
         if self.value is None:
             return clipped
-        # torch rejects bounds beyond the range of the dtype. Such bounds clip nothing.
+        # torch rejects bounds beyond the range of the dtype. A bound beyond the range clips nothing.
         bound = min(self.value, torch.finfo(gradient.dtype).max)
         return clipped.clamp(-bound, bound) if clipped is gradient else clipped.clamp_(-bound, bound)
 

@@ -114,7 +114,7 @@ class SavedFiles:
     def remove(self) -> None:
         """Removes everything that is saved, because it is obsolete."""
         for folder in [*self._folders(), *self.directory.glob(f".{self._prefix}*")]:
-            # Renamed first: a folder that is half removed must not be read.
+            # The folder is renamed first, because a folder that is half removed must not be read.
             doomed = folder if folder.name.startswith(".") else folder.rename(folder.with_name(f".{folder.name}"))
             shutil.rmtree(doomed, ignore_errors=True)
             logger.debug("removed %s", folder)

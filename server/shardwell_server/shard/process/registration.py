@@ -216,7 +216,7 @@ class Registration:
 
         Args:
             sent_s: Time at which the request was sent that the coordinator has answered.
-            response: The answer. That of a former coordinator changes nothing.
+            response: The answer. An answer of a former coordinator changes nothing.
         """
         if not self.term.is_newest(response.coordinator_epoch):
             return
@@ -230,7 +230,7 @@ class Registration:
             await asyncio.sleep(pause_s if self._reachable else min(pause_s, _LONGEST_SILENT_PAUSE_S))
             try:
                 await self._beat_or_register()
-            # Permanent: another process has the id, or the coordinator is too old.
+            # These errors are permanent: another process has the id, or the coordinator is too old.
             except (DuplicateError, ConflictError):
                 raise
             except ShardwellError as error:

@@ -186,7 +186,8 @@ async def stage(
 
             async def accept() -> None:
                 async with run.exclusively():
-                    # Checked again: the lease or the gradient may have changed while the stream was received.
+                    # The lease or the gradient may have changed while the stream was received, so both are checked
+                    # again.
                     check_current(run, shard, header, what)
                     shard.partitions.stage(header.dp_rank, staged)
                     undo.pop_all()

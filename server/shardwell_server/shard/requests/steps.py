@@ -101,7 +101,8 @@ async def prepare(
             await _allocate(run, in_thread, step, optimizer)
             answer.update_ready = True
         except ShardwellError as error:
-            # Not raised: the step may be committed with another optimizer. Otherwise PrepareUpdate raises it.
+            # The error is not raised here, because the step may be committed with another optimizer. Otherwise
+            # PrepareUpdate raises it.
             logger.info("cannot prepare the update of step %d of run %r: %s", step, run.name, error)
     if optimizer is None or not runs_on_trainers(optimizer.algorithm):  # otherwise ConfirmPartitions does this
         failed, confirmed = await replicator.bring_all(run, step, optimizer)
@@ -188,8 +189,8 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     place = {index: number for number, index in enumerate(request.unit_order)}
 
     def in_order(shards: Iterable[UnitShard]) -> list[UnitShard]:
-        # Buffers first: trainers wait for their new version before they continue. But before them a shard whose update
-        # was interrupted: neither of its versions can be read.
+        # A shard whose update was interrupted comes first, because neither of its versions can be read. Buffers come
+        # next, because trainers wait for their new version before they continue.
         left = (shard for shard in shards if shard.version != step + 1)
         return sorted(left, key=lambda shard: (not shard.values.updating, *shard.update_order(place)))
 

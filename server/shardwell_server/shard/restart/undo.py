@@ -197,11 +197,11 @@ class UndoLog:
         self._head[0] = _COUNTS
 
     def end(self) -> None:
-        """The change is complete: the copies do not count any more."""
+        """Ends a complete change, so that the copies do not count any more."""
         self._head[0] = _WHOLE
 
     def restore(self) -> None:
-        """Copies everything back: nothing has changed."""
+        """Copies everything back, as if nothing had changed."""
         assert self._plan is not None
         for address, position, size_bytes in self._plan.places:
             ctypes.memmove(address, self._start + position, size_bytes)

@@ -72,7 +72,7 @@ class ShardsOfFormer:
         self._logs: dict[str, UndoLog] = {}
         """By run id."""
         self._shards: dict[ShardKey, TakenShard] = {}
-        # First: step words may belong to an interrupted update.
+        # Interrupted updates are undone before anything is read: step words may belong to them.
         for name, data in (shared.records() if restore_interrupted(shared) else {}).items():
             try:
                 self._take(name, data)

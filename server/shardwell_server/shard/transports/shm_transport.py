@@ -210,7 +210,7 @@ class ShmSession:
     def acquire_staging_buffer(self, shard: UnitShard, dp_rank: int) -> tuple[int, SharedStagingBuffer]:
         """Returns an unused staging buffer for a rank's partition, with its number. Makes one if there is none.
 
-        A buffer with staged values must keep them, because the step may be about to commit. Such a buffer is closed,
+        A buffer with staged values must keep them, because the step may be about to commit. This buffer is closed,
         and its memory is freed when the values have been applied or dropped.
 
         Raises:
@@ -449,7 +449,7 @@ async def stage_staging_buffer(
 
     async def accept() -> None:
         async with run.exclusively():
-            # Checked again: the lease or the gradient may have changed while the values were checked.
+            # The lease or the gradient may have changed while the values were checked, so both are checked again.
             partition_requests.check_current(run, shard, header, what)
             staging_buffer.check_open()
             state = _written_state(shard, staging_buffer, header)

@@ -113,7 +113,7 @@ class EncodedVersions:
         self._reader_copies.release(encoded)
 
     def supersede(self) -> None:
-        """Discards the encodings, because an update begins. Those with readers become reader copies."""
+        """Discards the encodings, because an update begins. Encodings with readers become reader copies."""
         kept, self._kept = self._kept, {}
         for encoded in kept.values():
             self._reader_copies.add(encoded)
@@ -121,7 +121,7 @@ class EncodedVersions:
             chain.supersede()
 
     def discard(self) -> None:
-        """Discards all encodings and deltas. Those with readers become reader copies."""
+        """Discards all encodings and deltas. If they have readers, they become reader copies."""
         for chain in self._chains.values():
             chain.drop()  # first, because ``supersede`` would let the deltas in use be evicted
         self.supersede()

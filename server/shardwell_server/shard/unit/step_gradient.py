@@ -407,7 +407,7 @@ class PushedBuffers(StepGradient):
 
     @property
     def awaits_reduction(self) -> bool:
-        """Always False, for the same reason."""
+        """Always False: buffers are not reduced."""
         return False
 
     async def reduce(self, in_thread: InThread) -> Reduced:
@@ -600,7 +600,7 @@ class MeanGradient:
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Returns memory for a mean that a primary sends: the buffer, and the views of some segments.
 
-        It is the shard's file, unless the file contains a mean or another stream fills it.
+        The buffer is the shard's file, unless the file contains a mean or another stream fills the file.
 
         Args:
             numbers: The segments that the primary sends.

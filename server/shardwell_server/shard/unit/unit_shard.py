@@ -381,7 +381,7 @@ class UnitShard:
 
     @property
     def relocation(self) -> int:
-        """Of a backup: the relocation that made the server of its primary the primary's. Else 0."""
+        """Number of the relocation that made the server of this backup's primary the primary. 0 for a primary."""
         return self.backups.placement if self.role is Role.BACKUP else 0
 
     @property
@@ -660,7 +660,7 @@ class ReceivedStep:
     generation: int
     """Rises whenever the gradient of the step changes on the primary."""
     contents: set[StepContent] = field(default_factory=set)
-    """What has arrived."""
+    """The kinds of content that have arrived."""
     confirmed: bool = False
     """True once the primary has confirmed that nothing is missing. Only then can the step be applied."""
 

@@ -529,7 +529,7 @@ class HeldVersions:
         self._next, self._held[version.version] = None, (version, grant)
 
     def keep(self, versions: Collection[int]) -> None:
-        """Releases all held versions except the given ones. Those with readers become snapshots if memory is free."""
+        """Releases all held versions except those given. Versions with readers become snapshots if memory is free."""
         for version in self._held.keys() - set(versions):
             found, grant = self._held[version]
             if found.readers and self._is_evictable(grant):
