@@ -91,6 +91,7 @@ EXECUTED_TWICE: Mapping[str, set[str]] = {
         "DescribeWorld",
         "DeclareParallelPlan",
         "ExchangeAddress",
+        "FindRelay",
         "StoreSet",
         "StoreGet",
         "StoreAdd",
@@ -108,6 +109,9 @@ OVER_GRPC_ONLY = {
     "DeregisterServer",
     # Trainers, readers and other shard servers call a shard server over gRPC only.
     "LocateShard",
+    "RelayUnit",
+    "ReadRelayed",
+    "SkipRelay",
     "OpenGradientBuffer",
     "CloseSharedBuffers",
     "ReduceGradientBuffer",
@@ -407,6 +411,8 @@ def replica(cluster: Cluster, folder: Path) -> object:
         found += [store.get("key"), store.add("sum", 2), store.add("sum", 3), store.check(["key", "none"])]
         found += [store.delete_key("key"), store.delete_key("key"), store.num_keys()]
         found += [sessions[0].exchange_address("a", "host:1"), sessions[1].exchange_address("a")]
+        finding = coordinator_pb2.FindRelayRequest(context=membership.context(0), trainer=membership.trainer)
+        found.append(membership.call("FindRelay", finding).server_id)
         plan = coordinator_pb2.ParallelPlan()
         context = membership.context(0)
         request = coordinator_pb2.DeclareParallelPlanRequest(context=context, trainer=membership.trainer, plan=plan)

@@ -40,13 +40,13 @@ MEMBER, TRAINER, READER = "member", "trainer", "reader"
 
 MEMBER_RPCS = """
     Heartbeat KeepMembership Leave DeclareUnit PublishInitialUnit DeclareParallelPlan ResetWork FinishWork
-    PrepareGradients CommitStep ExchangeAddress AddResiduals InitializeUnit ReduceScatter OpenGradientBuffer
-    CloseSharedBuffers
+    PrepareGradients CommitStep ExchangeAddress FindRelay AddResiduals InitializeUnit OpenGradientBuffer
+    CloseSharedBuffers RelayUnit ReadRelayed SkipRelay
     ReduceGradientBuffer ReduceBatch ReadPartition StagePartition OpenStagingBuffer StageStagingBuffer
 """
 STORE_RPCS = "StoreSet StoreGet StoreAdd StoreCheck StoreDelete"
 READER_RPCS = """
-    DescribeWorld DescribeRun ListUnits DescribeWeights ExplainStall WatchEvents Gather GatherBatch PinVersion
+    DescribeWorld DescribeRun DescribeWeights ExplainStall WatchEvents GatherBatch PinVersion
     OpenTransport LocateShard ListShards DescribeShard DescribeStep Peek
 """
 OPEN_RPCS = "ListRuns DescribeServer MeasureTransport"
@@ -62,6 +62,8 @@ ADMITTED = {
     MEMBER_RPCS: {MEMBER},
     STORE_RPCS: {MEMBER, OPERATOR},
     READER_RPCS: {READER, TRAINER, MEMBER, OPERATOR},
+    "ListUnits Gather": {READER, TRAINER, MEMBER, OPERATOR, SERVER},  # a relay is a server
+    "ReduceScatter": {MEMBER, SERVER},
     OPEN_RPCS: {READER, TRAINER, MEMBER, OPERATOR, SERVER, COORDINATOR},
 }
 CALLERS = {name: callers for names, callers in ADMITTED.items() for name in names.split()}
@@ -333,7 +335,7 @@ def test_session_of_a_reader_reads_only(live: Live) -> None:
     ):
         for transport in (socket, GrpcTransport(client)):
             with pytest.raises(
-                AccessError, match="ReduceScatter is for the roles trainer, but the token is of a reader"
+                AccessError, match="ReduceScatter is for the roles server, trainer, but the token is of a reader"
             ):
                 transport.push_stream(header, [], timeout_s=20.0)
     assert live.digest() == before

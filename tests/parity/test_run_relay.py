@@ -15,6 +15,7 @@ import torch
 import shardwell
 from shardwell.processes.local_cluster import ServerProcess
 from shardwell.transport.service_client import CoordinatorClient
+from shardwell_wire import fault_points
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import transformer
 from tests.support.cluster import join_options, wait_until
@@ -140,3 +141,39 @@ def test_relay_that_dies_at_any_instant_changes_no_bit(
             over.set()
             killer.join()
     assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"), [("relay.fetch.middle", 11), ("relay.sum.before", 6), ("relay.sum.after", 6)]
+)
+def test_relay_that_dies_at_a_point_changes_no_bit(
+    cluster: shardwell.LocalCluster,
+    tmp_path: Path,
+    plain_hash: str,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    nth: int,
+) -> None:
+    """The relay is started again at once. After a sum that nobody has acknowledged, attempts start again."""
+    once, run = tmp_path / "happened", uuid.uuid4().hex
+    fault = fault_points.Fault(point=point, action="kill", nth=nth, once=str(once))
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in fault_points.environment(fault).items():
+            patched.setenv(name, value)
+        with relay_process(cluster, tmp_path) as relay:
+            relay.keep_running(60)
+            for name, value in (
+                ("TRANSPORTS", REMOTE),
+                ("HOST_CACHE_BYTES", 1 << 30),
+                ("GRADIENT_REDUCTION", "hierarchical"),
+            ):
+                monkeypatch.setenv(f"SHARDWELL_{name}", str(value))
+            options = ("--dp", 2, "--steps", STEPS)
+            with (
+                TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as second,
+                TrainerProcess(cluster.address, run, *options, "--global-rank", 0) as first,
+            ):
+                results = [first.finish(), second.finish()]
+    assert once.exists()
+    assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
+    assert sum(result["stats"]["node_summed_bytes"] for result in results) > 0

@@ -11,7 +11,8 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shardwell.transport.base import ShardAddress
@@ -19,7 +20,7 @@ from shardwell.transport.relay_connection import RelayConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector, map_shared
 from shardwell_wire.encoding.quantization_blocks import bytes_tensor
 from shardwell_wire.errors import DeadlineError, VersionGoneError
-from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, opened, read_version, write_version
+from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, opened, order_loads, read_version, write_version
 
 Fetch = Callable[[memoryview, int | None], object]
 """Writes all bytes of a version to memory of the shard's size, waiting until the version exists. Also gets the version
@@ -123,15 +124,24 @@ class HostCopy:
         with self._fetching:
             if self.relay is None:
                 return
-            former, shown = self._bytes, read_version(self._head)
+            former, head, shown = self._bytes, self._head, read_version(self._head)
             location = self._make_own()
             if shown != UPDATING:  # this process may be in the middle of the version
                 bytes_tensor(self._bytes).copy_(bytes_tensor(former))
-                self._newest = shown
-                write_version(self._head, shown)
+                order_loads()
+                if read_version(head) == shown:  # a relay that was only silent may have gone on
+                    self._newest = shown
+                    write_version(self._head, shown)
             if self.vector is not None:
                 self.vector.replace(location)
             self.location, self.relay = location, None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context in which the memory keeps its version: this process has left the relay, and fetches nothing."""
+        self.leave_relay()
+        with self._fetching:
+            yield
 
     def fetch(self, version: int, fetch: Fetch) -> int:
         """Fetches a version into the memory of this process, unless it is there; returns the version.

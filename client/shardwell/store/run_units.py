@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from shardwell.data_plane.host_copy import HostCopies, HostCopy
@@ -358,13 +358,15 @@ class ShardMappings:
         if others:
             assert vector is not None
             for number, copy in self._copied(unit, others, gather_dtype).items():
-                shown, shard = vector.shown(copy.location.start_bytes), unit.shards[number]
-                if wait and shown is not None:
-                    with suppress(VersionGoneError):  # then nobody computes with it any more
-                        shard.fetch_copy(copy, shown)
-                copy.vector = vector
-                vector.replace(copy.location)
-                shard.cached = copy
+                shard = unit.shards[number]
+                # The version in the memory must not rise before its place is taken by memory with the same version.
+                with nullcontext() if shard.cached is None else shard.cached.unchanged():
+                    if wait and (shown := vector.shown(shard.start_bytes)) is not None:
+                        with suppress(VersionGoneError):  # then nobody computes with it any more
+                            shard.fetch_copy(copy, shown)
+                    copy.vector = vector
+                    vector.replace(copy.location)
+                    shard.cached = copy
 
     def _copied(self, unit: RemoteUnit, numbers: Sequence[int], gather_dtype: str) -> dict[int, HostCopy]:
         """Copies shards that must be read in place to this host; returns the copies by number."""

@@ -385,7 +385,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
+    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> object:
         """Pushes one part of a contribution. Repeating a push is harmless: the server drops duplicates.
 
         Args:

@@ -150,7 +150,7 @@ class RelayConnection(ServerConnection):
         """
         shm = self._shm()
         try:
-            answer = shm.push_answered(prepared, timeout_s=timeout_s)
+            answer = shm.push(prepared, timeout_s=timeout_s)
         except ShardwellError as error:
             self._require_present(shm, error)
             raise

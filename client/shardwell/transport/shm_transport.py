@@ -212,6 +212,11 @@ class ShmTransport(SharedTransport):
         self._ids_to_close: list[int] = []
         """Buffers that this trainer has forgotten and the server may still have."""
 
+    @property
+    def session(self) -> str:
+        """Names the session in requests."""
+        return self._session
+
     def _verify(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         """Maps the file that the server offers; raises UnavailableError unless the file contains the server's proof.
 
@@ -276,14 +281,10 @@ class ShmTransport(SharedTransport):
         push.gradients.write_to(buffer.memory)
         return _BufferedPush(push, self, buffer)
 
-    def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
-        """See ``Transport`` and ``push_answered``."""
-        self.push_answered(prepared, timeout_s=timeout_s)
-
-    def push_answered(self, prepared: PreparedPush, *, timeout_s: float) -> shard_pb2.ReduceGradientBufferResponse:
-        """Pushes gradients; returns the server's answer.
-
-        Copies the gradients if another session prepared the push.
+    def push(
+        self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore
+    ) -> shard_pb2.ReduceGradientBufferResponse:
+        """See ``Transport``. Returns the server's answer. Copies the gradients if another session prepared the push.
 
         Also copies them if the buffer still holds a contribution of a work item that this trainer has lost. The server
         drops that contribution when it learns that the item's lease is over, which may be after this trainer has begun

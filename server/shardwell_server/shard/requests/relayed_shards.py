@@ -166,6 +166,7 @@ class CachedShard:
             self._received = None
             self._newest = max(self._newest, version)
             self.file.show(UPDATING)
+            fault_points.reach("relay.fetch.middle", unit=request.unit)
             return place
 
         if self._plan is None:
@@ -349,15 +350,14 @@ class RelayedSums:
             return await self._push_one(gradient)
         self._waiting[key] = waiting
         waiting[rank] = gradient
-        loop = asyncio.get_running_loop()
         if len(waiting) == len(group):
             del self._waiting[key]
             self._start(self._push_sum(shard, waiting))
-        else:
-            loop.call_later(PATIENCE_S, self._lose_patience, key, gradient)
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience, key, gradient)
         try:
             return await asyncio.shield(gradient.pushed)
         finally:
+            patience.cancel()
             if self._waiting.get(key, {}).get(rank) is gradient:  # the trainer waits no longer
                 del self._waiting[key][rank]
                 if not self._waiting[key]:
@@ -429,6 +429,8 @@ class RelayedSums:
             in_order = [gradients[rank] for rank in sorted(gradients)]
             header = shard_pb2.ReduceScatterHeader()
             header.CopyFrom(in_order[0].header)
+            if header.context.request_id:  # the trainer may push its own gradient under this id
+                header.context.request_id += ".sum"
             indices = tuple(sorted({index for each in in_order for index in each.header.parameter_indices}))
             header.parameter_indices[:] = indices
             for each in in_order:
