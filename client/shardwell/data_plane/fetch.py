@@ -168,10 +168,10 @@ class Fetches:
         self.stats.gather_count += 1
         if layout is None or layout == unit.layout:
             self.stats.gathered_bytes += unit.layout.size_bytes
-            fetches: list[Callable[[NearlyDone], int]] = [
-                shard.prepare_fetch(version, target[shard.start_bytes : shard.stop_bytes], exact=exact)
-                for shard in unit.shards
-            ]
+            fetches = list[Callable[[NearlyDone], int]]()
+            for shard in unit.shards:
+                part = target[shard.start_bytes : shard.stop_bytes]
+                fetches.append(shard.prepare_fetch(version, part, exact=exact))
         else:
             assert not exact
             self.stats.gathered_bytes += layout.size_bytes

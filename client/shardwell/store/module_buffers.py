@@ -354,7 +354,8 @@ class RunBuffers:
         place: GridPlace,
     ) -> None:
         self._modules, self._store, self._place = modules, store, place
-        self._buffers: dict[str, RunBuffer] = {}
+        self.by_name: dict[str, RunBuffer] = {}
+        """The declared buffers. Empty: the model has none."""
         self._unit_count = 0
         self._changed_in = _versions(state)
         self._version: int | None = None
@@ -375,7 +376,7 @@ class RunBuffers:
             step: The step in flight.
             has_work: Whether this trainer has an item of the step, which delays the commit until the call returns.
         """
-        new = [found for found in find_buffers(self._modules()) if found.names[0] not in self._buffers]
+        new = [found for found in find_buffers(self._modules()) if found.names[0] not in self.by_name]
         if new:
             self._declare(new, step)
         if self._is_declaring:  # now, or in a call that failed
@@ -392,7 +393,7 @@ class RunBuffers:
         unit_index = self._store.declare(layout, InitialBuffers(values), step)
         self._unit_count += 1
         for index, (parameter, value) in enumerate(zip(described, values, strict=True)):
-            self._buffers[parameter.name] = RunBuffer(parameter, unit_index, index, value)
+            self.by_name[parameter.name] = RunBuffer(parameter, unit_index, index, value)
         self._is_declaring = True
 
     # ---- work items ----
@@ -403,7 +404,7 @@ class RunBuffers:
 
     def start_item(self, step: int, item: WorkItemState) -> None:
         """Sets the buffers to the values with which all items of the step start."""
-        if not self._buffers:
+        if not self.by_name:
             return
         live = self._checked()
         if not self._item_started:
@@ -411,16 +412,16 @@ class RunBuffers:
         if self._item_started or self._version != step:
             if self._version != step:
                 self._read_changes(step, has_work=True)
-            for name, buffer in self._buffers.items():
+            for name, buffer in self.by_name.items():
                 set_value(live[name], buffer.start)
         if self._counts(item):
             self._source = None
-            for buffer in self._buffers.values():
+            for buffer in self.by_name.values():
                 buffer.pushed = None
         self._item_started, self._undisturbed = True, False
 
     def _find_written(self, live: Mapping[str, torch.Tensor]) -> None:
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.by_name.items():
             digest = digest_of(live[name])
             if digest != buffer.committed.digest:
                 buffer.written = BufferValue(dense(live[name]).clone(), digest)
@@ -433,31 +434,31 @@ class RunBuffers:
                 buffer_index=buffer.index,
                 checksum=xxhash.xxh3_64_intdigest(memory_of(buffer.written.tensor)),
             )
-            for buffer in self._buffers.values()
+            for buffer in self.by_name.values()
             if buffer.written is not None
         ]
 
     def end_item(self, step: int, item: WorkItemState) -> None:
         """Pushes the buffers after the item whose values count; undoes the changes of any other item."""
-        if not self._buffers:
+        if not self.by_name:
             if have_buffers(module for _, module in self._modules()):
                 _reject_new(find_buffers(self._modules()), {})
             return
         live = self._checked()
         if self._counts(item):
-            for name, buffer in self._buffers.items():
+            for name, buffer in self.by_name.items():
                 buffer.pushed = changed_value(live[name], buffer)
             self._push(step, item)
         else:
-            for name, buffer in self._buffers.items():
+            for name, buffer in self.by_name.items():
                 set_value(live[name], buffer.present)
         self._undisturbed = True
 
     def abandon_item(self) -> None:
         """Undoes the changes of an item whose attempt is over."""
-        if self._buffers:
+        if self.by_name:
             live = self._checked()
-            for name, buffer in self._buffers.items():
+            for name, buffer in self.by_name.items():
                 set_value(live[name], buffer.present)
             self._undisturbed = True
 
@@ -470,10 +471,10 @@ class RunBuffers:
             has_work: Whether this trainer has an item of the step.
         """
         self._source = None
-        if state is None or not self._buffers:
+        if state is None or not self.by_name:
             return
         self._changed_in, self._version, self._item_started = _versions(state), None, False
-        for buffer in self._buffers.values():
+        for buffer in self.by_name.values():
             buffer.forget_changes()
         self._read_changes(step, has_work=has_work)
         self._restore()
@@ -485,7 +486,7 @@ class RunBuffers:
 
     def _push(self, step: int, item: WorkItemState) -> None:
         by_unit: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for buffer in self._buffers.values():
+        for buffer in self.by_name.values():
             if buffer.pushed is not None:
                 by_unit.setdefault(buffer.unit_index, []).append((buffer.index, buffer.pushed.tensor))
         for unit_index, values in by_unit.items():
@@ -502,7 +503,7 @@ class RunBuffers:
         if not self._item_started:
             return
         live = self._checked()
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.by_name.items():
             if digest_of(live[name]) != buffer.present.digest:
                 raise UsageError(
                     f"buffer {name!r} was changed after the work of step {step} was finished and before its commit: "
@@ -512,7 +513,7 @@ class RunBuffers:
         self._undisturbed = True
 
     def commit(self, state: coordinator_pb2.RunState, step: int, version: int, *, has_work: bool) -> None:
-        """Sets the buffers to the values of a commit.
+        """Sets the buffers to the values of a commit. Not needed if there are none.
 
         Args:
             state: The run's state after the commit.
@@ -520,13 +521,11 @@ class RunBuffers:
             version: The next step; more than ``step + 1`` if this trainer has fallen behind.
             has_work: Whether this trainer has an item of the next step.
         """
-        if not self._buffers:
-            return
         self._changed_in = _versions(state)
-        present = {name: buffer.present.digest for name, buffer in self._buffers.items()}
+        present = {name: buffer.present.digest for name, buffer in self.by_name.items()}
         if self._version is not None and (state.buffer_source.epoch, state.buffer_source.attempt) == self._source:
             self._commit_own(step + 1)
-        for buffer in self._buffers.values():
+        for buffer in self.by_name.values():
             buffer.forget_changes()
         undisturbed, self._item_started, self._source = self._undisturbed, False, None
         self._read_changes(version, has_work=has_work)
@@ -534,7 +533,7 @@ class RunBuffers:
 
     def _commit_own(self, version: int) -> None:
         """Makes the values that this trainer has pushed the committed values, without reading them."""
-        changed = [buffer for buffer in self._buffers.values() if self._version_of_change(buffer) == version]
+        changed = [buffer for buffer in self.by_name.values() if self._version_of_change(buffer) == version]
         if self._version != version - 1 or any(buffer.pushed is None for buffer in changed):
             return
         for buffer in changed:
@@ -544,14 +543,14 @@ class RunBuffers:
 
     def restore(self) -> None:
         """Undoes the script's writes since the last commit. Called while a committed step is repeated."""
-        if self._buffers:
+        if self.by_name:
             self._restore()
 
     def _read_changes(self, version: int, *, has_work: bool) -> None:
         """Reads the buffers that have changed since the committed values on this trainer."""
         former, self._version = self._version, None
         by_unit: dict[int, list[RunBuffer]] = {}
-        for buffer in self._buffers.values():
+        for buffer in self.by_name.values():
             if former is None or self._version_of_change(buffer) > former:
                 by_unit.setdefault(buffer.unit_index, []).append(buffer)
         try:
@@ -574,7 +573,7 @@ class RunBuffers:
             present: Digests of the buffers' present values, if known.
         """
         live = self._checked()
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.by_name.items():
             if present is None:
                 set_value(live[name], buffer.committed)
             elif present[name] != buffer.committed.digest:
@@ -595,7 +594,7 @@ class RunBuffers:
             UsageError: They differ from the declared buffers.
         """
         live = {found.names[0]: found for found in find_buffers(self._modules())}
-        for name, buffer in self._buffers.items():
+        for name, buffer in self.by_name.items():
             found = live.get(name)
             if found is None or not buffer.matches(found):
                 now = "has no such buffer now" if found is None else f"now has {describe(found.describe())}"
@@ -605,8 +604,8 @@ class RunBuffers:
                     "persistent=False if it is no part of the run's state",
                     buffer=name,
                 )
-        if len(live) > len(self._buffers):
-            _reject_new(live.values(), self._buffers)
+        if len(live) > len(self.by_name):
+            _reject_new(live.values(), self.by_name)
         return {name: found.tensor for name, found in live.items()}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -230,7 +230,7 @@ class ShardServers:
         """
         total = dict(self._former_moved)
         for server in list(self._connections.values()):
-            _add(total, server.moved_bytes())
+            server.add_moved_bytes(total)
         return total
 
     def describe(self) -> list[dict[str, Any]]:
@@ -308,7 +308,7 @@ class ShardServers:
         for server in former:
             self._former_received_bytes += server.counter.received_bytes
             self._former_sent_bytes += server.counter.sent_bytes
-            _add(self._former_moved, server.moved_bytes())
+            server.add_moved_bytes(self._former_moved)
             server.close()
 
     def release_gradient_buffers(self, dp_rank: int | None = None) -> None:
@@ -335,13 +335,6 @@ class ShardServers:
     def stop_probes(self) -> None:
         """Stops the thread that probes servers."""
         self._probe.close()
-
-
-def _add(total: dict[str, tuple[int, int]], moved: Mapping[str, tuple[int, int]]) -> None:
-    """Adds received and sent bytes, by transport."""
-    for name, (received, sent) in moved.items():
-        before = total.get(name, (0, 0))
-        total[name] = before[0] + received, before[1] + sent
 
 
 class ReachabilityProbe:

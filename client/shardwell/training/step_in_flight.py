@@ -245,7 +245,7 @@ class StepInFlight:
         state.pending_update = update
         try:
             current = state.current
-            if current is None:
+            if current is None and self._buffers.by_name:
                 self._buffers.check_untouched(step)
             if not state.in_batches and not self._units.used and self._uses_kept_gradients(optimizer):
                 self._finish_empty_work()
@@ -309,7 +309,8 @@ class StepInFlight:
             self._store.start_step(finished, kept)
         self._units.passes.before_use = None
         self._units.passes.begin_step()  # after `start_step`: gathers read the version of the new step
-        self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
+        if self._buffers.by_name:
+            self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
         traffic = self._store.traffic
         gather_waits, traffic.gather_waits = traffic.gather_waits, []
         self.monitor.end_step(step, self._committer.take_facts(response), self._training.sample(), gather_waits)

@@ -216,18 +216,13 @@ class ServerConnection(ReachedServer):
         """See ``ReachedServer``."""
         return self.transports.lost(error, is_shared=operation.is_shared)
 
-    def moved_bytes(self) -> dict[str, tuple[int, int]]:
-        """Returns the bytes received and sent so far over each transport that has moved any, by its name."""
-        shared, counters = self.transports.shared, dict[str, ByteCounter]()
-        if (stream_name := self.transports.stream_name) is not None:
-            counters[stream_name] = self.counter
-        if shared is not None:
-            counters[shared.name] = self.shared_counter
-        return {
-            name: (at.received_bytes, at.sent_bytes)
-            for name, at in counters.items()
-            if at.received_bytes or at.sent_bytes
-        }
+    def add_moved_bytes(self, total: dict[str, tuple[int, int]]) -> None:
+        """Adds the bytes received and sent so far over each transport that has moved any, by its name."""
+        transports = self.transports
+        for transport, counter in ((transports.stream, self.counter), (transports.shared, self.shared_counter)):
+            if transport is not None and (counter.received_bytes or counter.sent_bytes):
+                received, sent = total.get(transport.name, (0, 0))
+                total[transport.name] = received + counter.received_bytes, sent + counter.sent_bytes
 
     def describe(self) -> dict[str, Any]:
         """Returns the transport in use and its statistics, for reports."""
@@ -474,14 +469,15 @@ class TransportSelector:
         self._open_lock = threading.RLock()
         self.shared: SharedTransport | None = None
         """The transport through shared memory, if there is one."""
-        self._stream: StreamTransport | None = None
+        self.stream: StreamTransport | None = None
+        """The stream transport, if one was opened. It may have broken."""
         self._not_offered = set[str]()
         """Transports that the server refused because it does not offer them."""
         try:
             if self._names[0] in SHARED_TRANSPORTS:
                 self.shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
             if self.shared is None:
-                self._stream = self._open_stream()
+                self.stream = self._open_stream()
         except BaseException:
             self.close()
             raise
@@ -492,24 +488,19 @@ class TransportSelector:
         if self.shared is not None:
             return self.shared
         # Heartbeats read this after the stream broke. They must not open another one.
-        return self._stream or self.require_stream()
-
-    @property
-    def stream_name(self) -> str | None:
-        """Name of the stream transport, if one was opened."""
-        return None if self._stream is None else self._stream.name
+        return self.stream or self.require_stream()
 
     # ---- the transports of the next attempt ----
 
     def require_stream(self) -> StreamTransport:
         """Returns the stream transport. Opens one if there is none, or if the last one broke."""
-        stream = self._stream
+        stream = self.stream
         if stream is not None and not stream.broke:
             return stream
         with self._open_lock:
-            if self._stream is None or self._stream.broke:
-                self._stream = self._open_stream()
-            return self._stream
+            if self.stream is None or self.stream.broke:
+                self.stream = self._open_stream()
+            return self.stream
 
     def require_shared(self) -> SharedTransport:
         """Returns the transport through shared memory. Opens another if the last one broke."""
@@ -541,12 +532,12 @@ class TransportSelector:
         """
         if is_shared and self.shared is not None and self.shared.session.broke_within(_NOTICE_S):
             return True
-        if not isinstance(error, UnavailableError) or self._stream is None or not self._stream.broke:
+        if not isinstance(error, UnavailableError) or self.stream is None or not self.stream.broke:
             return False
         logger.warning(
             "shard server at %s: transport %s broke, opening another: %s",
             self.client.address,
-            self._stream.name,
+            self.stream.name,
             error,
         )
         return True
@@ -584,7 +575,7 @@ class TransportSelector:
 
     def close(self) -> None:
         """Closes the transports. Transfers in flight fail."""
-        for transport in (self.shared, self._stream):
+        for transport in (self.shared, self.stream):
             if transport is not None:
                 transport.close()
 

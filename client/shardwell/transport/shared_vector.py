@@ -63,7 +63,10 @@ class WrittenPages:
         """Returns whether a page of any of the ranges was written."""
         if ranges != self._ranges:
             self._ranges, self._spans = ranges, _merge(ranges)
-        return any(span.has_written_page() for span in self._spans)
+        for span in self._spans:  # noqa: SIM110 - a generator takes longer, and every commit comes here
+            if span.has_written_page():
+                return True
+        return False
 
 
 class _Span:

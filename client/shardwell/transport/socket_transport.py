@@ -204,7 +204,7 @@ class SocketConnection:
             try:
                 return self._stream.handshake()
             except BlockingIOError:
-                self._wait_for_input()
+                self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
         return None
 
     def send(self, buffers: Sequence[Buffer]) -> None:
@@ -263,7 +263,10 @@ class SocketConnection:
             if not has_bytes:
                 if mark_bytes != stream.mark_bytes:
                     stream.want(mark_bytes)
-                self._wait_for_input()
+                remaining_s = self._deadline - time.monotonic()
+                if remaining_s <= 0:
+                    raise TimeoutError
+                self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * remaining_s)))
             try:
                 count = stream.receive([*places, self._scratch])
             except BlockingIOError:
@@ -274,12 +277,6 @@ class SocketConnection:
             if count > wanted_bytes:
                 self._ahead = self._scratch[: count - wanted_bytes]
             return min(count, wanted_bytes)
-
-    def _wait_for_input(self) -> None:
-        remaining_s = self._deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError
-        self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * remaining_s)))
 
     def _remaining_s(self) -> float:
         remaining_s = self._deadline - time.monotonic()
