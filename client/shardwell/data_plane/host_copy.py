@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from shardwell.transport.base import ShardAddress
 from shardwell.transport.relay_connection import RelayConnection
-from shardwell.transport.shared_vector import SegmentLocation, SharedVector, map_shared
+from shardwell.transport.shared_vector import SegmentLocation, SharedVector, map_shared, order_loads
 from shardwell_wire.encoding.quantization_blocks import bytes_tensor
 from shardwell_wire.errors import DeadlineError, VersionGoneError
-from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, opened, order_loads, read_version, write_version
+from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, opened, read_version, write_version
 
 Fetch = Callable[[memoryview, int | None], object]
 """Writes all bytes of a version to memory of the shard's size, waiting until the version exists. Also gets the version

@@ -212,11 +212,6 @@ class ShmTransport(SharedTransport):
         self._ids_to_close: list[int] = []
         """Buffers that this trainer has forgotten and the server may still have."""
 
-    @property
-    def session(self) -> str:
-        """Names the session in requests."""
-        return self._session
-
     def _verify(self, offer: shard_pb2.SharedMemoryOffer) -> mmap.mmap:
         """Maps the file that the server offers; raises UnavailableError unless the file contains the server's proof.
 
