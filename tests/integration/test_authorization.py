@@ -47,7 +47,7 @@ MEMBER_RPCS = """
 STORE_RPCS = "StoreSet StoreGet StoreAdd StoreCheck StoreDelete"
 READER_RPCS = """
     DescribeWorld DescribeRun DescribeWeights ExplainStall WatchEvents GatherBatch PinVersion
-    OpenTransport LocateShard ListShards DescribeShard DescribeStep Peek
+    OpenTransport LocateShard DescribeShard DescribeStep Peek
 """
 OPEN_RPCS = "ListRuns DescribeServer MeasureTransport"
 ADMITTED = {
@@ -63,6 +63,7 @@ ADMITTED = {
     STORE_RPCS: {MEMBER, OPERATOR},
     READER_RPCS: {READER, TRAINER, MEMBER, OPERATOR},
     "ListUnits Gather": {READER, TRAINER, MEMBER, OPERATOR, SERVER},  # a relay is a server
+    "ListShards": {READER, TRAINER, MEMBER, OPERATOR, COORDINATOR},
     "ReduceScatter": {MEMBER, SERVER},
     OPEN_RPCS: {READER, TRAINER, MEMBER, OPERATOR, SERVER, COORDINATOR},
 }

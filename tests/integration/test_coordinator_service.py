@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,9 @@ class Trainer:
             assert time.monotonic() < deadline
             if declared.initialize:
                 context = self.context(0, declared.epoch)
-                self.cluster.call("PublishInitialUnit", context=context, trainer=self.name, unit=spec.name)
+                # The unit may have been placed again meanwhile, which expects its values under another epoch.
+                with suppress(StaleEpochError):
+                    self.cluster.call("PublishInitialUnit", context=context, trainer=self.name, unit=spec.name)
         return declared
 
     def finish(self, step: int) -> None:

@@ -234,7 +234,7 @@ def test_a_stream_that_a_former_owner_sends_during_a_rollback_is_forgotten(clien
     shard = SimpleNamespace(forget=client.kept.forget)
     store._units, store._rollback_count = {0: SimpleNamespace(shards=[shard])}, 0
     store._node = None
-    store._relay = SimpleNamespace(start_over=lambda _: None)
+    store._mappings = SimpleNamespace(start_over=lambda _: None)
     store._relocations = SimpleNamespace(refresh=lambda: None, settle=lambda: client.fetch(1))
     store.gradients = SimpleNamespace(rejoin=lambda **_: None)
     store._partition_updates = SimpleNamespace(drop_cache=lambda: None)
