@@ -66,7 +66,7 @@ def test_public_class_names_are_unique(package: str) -> None:
 
 # Whoever exceeds a limit divides, merges or removes something. Limits are only lowered, next to 260 files and 70,000
 # lines.
-MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES = 325, 84_200, 25, 20
+MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES = 304, 83_000, 25, 20
 MAX_FILES_OF_ROOM, MAX_FLOORS_OF_ROOM = 17, 8
 
 
