@@ -61,7 +61,7 @@ class UnitPush(Held):
         self.missing = 0
         """Shards that do not have their part yet."""
         self.counted: dict[str, list[int]] = {}
-        """Pushed bytes, and bytes in pushes of other trainers, by the routes of parts that the relay has pushed."""
+        """By route, of the parts that the relay has pushed: the bytes pushed, and those in other trainers' pushes."""
         self.started_s = time.perf_counter() if route is not None else 0.0
 
 

@@ -89,7 +89,7 @@ Shown = WholeGradient | ReceivedGradient
 class Exchange(Protocol):
     """One member's view of the exchange. See Note: [Rounds of an exchange].
 
-    ``collect`` and ``end_round`` are called by the thread that adds, ``leave`` by any thread, and the other methods by
+    ``collect`` is called by the thread that adds, ``leave`` by any thread, and the other methods by
     the training thread.
     """
 
@@ -133,15 +133,11 @@ class Exchange(Protocol):
             is_over: Returns True if the gradient does not count any more.
 
         Returns:
-            None: the round does not take place. Otherwise valid until ``end_round``.
+            None: the round does not take place.
 
         Raises:
             Exception: A member is gone. It is unknown whether the round takes place for the others.
         """
-        ...
-
-    def end_round(self, this_round: Round) -> None:
-        """Called when the gradients of a round are not read any more."""
         ...
 
     def finish_version(self, version: int) -> None:
@@ -332,8 +328,6 @@ class GradientSums:
         if shown is not None and len({(one.attempt, one.cuts) for one in shown}) == 1:
             self._push_sums(job, shown)
             return
-        if shown is not None:
-            self._exchange.end_round(job.this_round)
         if self._is_over(job):
             job.release()
             return
@@ -359,9 +353,6 @@ class GradientSums:
             self._void(job, error)
             job.release()
             return
-        finally:
-            # Other members may wait for the memory of this round, so the round also ends after an error.
-            self._exchange.end_round(job.this_round)
         added_bytes = sum(buffer.numel() for buffer in sums.values())
         self.summed_bytes += (len(shown) - 1) * added_bytes
         header = replace(

@@ -277,9 +277,6 @@ class PeerExchange:
         header = frame.header
         return ReceivedGradient(header.epoch, header.lease_proof, header.attempt, header.cuts, frame.indices, parts)
 
-    def end_round(self, this_round: Round) -> None:
-        """See ``Exchange``. Nothing to do: the memory is freed with the gradients."""
-
     # ---- any thread ----
 
     def note_body(self, position: int, body: memoryview) -> None:

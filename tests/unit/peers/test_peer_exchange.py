@@ -112,7 +112,6 @@ def test_every_member_sees_the_gradients_of_all_for_its_shards(make: MakeMembers
             assert [(one.epoch, one.lease_proof[0], one.attempt, one.indices) for one in shown] == [
                 (10 + other, other, 0, (0, 1) if other else (0,)) for other in range(size)
             ]
-            member.end_round(rounds[rank])
 
 
 @pytest.mark.parametrize("differing", [unit(1), unit(0, CUTS[:1])], ids=["unit", "cuts"])

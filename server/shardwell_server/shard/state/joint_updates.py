@@ -121,7 +121,7 @@ class JointUpdates:
             optimizer.count_joint_update()
             shard.save_joint_update(version)
             fault_points.reach("server.update.joint", stage="saved")
-        # All step words are written by now. If the process ended before this line, all shards would be undone.
+        # All step words are written. If the process ended before this line, all shards would be undone.
         self._undo.end()
         fault_points.reach("server.update.joint", stage="complete")
         for shard, own in zip(shards, plan.parts, strict=True):
