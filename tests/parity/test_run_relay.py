@@ -89,6 +89,17 @@ def test_relay_owns_nothing_and_is_preferred(cluster: shardwell.LocalCluster, re
     assert at.address == relay.address
 
 
+def test_servers_relay_after_a_restart_of_the_coordinator(tmp_path: Path) -> None:
+    """They keep their leases, so they do not register again."""
+    with shardwell.LocalCluster(num_shards=1, state_dir=tmp_path) as cluster:
+        cluster.coordinator.kill()
+        cluster.restart_coordinator()
+        options = join_options(transports=REMOTE, host_cache_bytes=1 << 30)
+        with shardwell.join(cluster.address, run=uuid.uuid4().hex, **options) as session:
+            store = session.store
+            wait_until(lambda: store._relay.find() is not None, "the relay")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_killed_relay_changes_no_bit_and_is_used_again(
     cluster: shardwell.LocalCluster, relay: ServerProcess, dtype: str

@@ -531,10 +531,16 @@ class KeepServerMembershipRequest(google.protobuf.message.Message):
     SERVER_ID_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     CALLS_FIELD_NUMBER: builtins.int
+    RELAYS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the server."""
     epoch: builtins.int
     """RegisterServerResponse.epoch."""
+    relays: builtins.bool
+    """RegisterServerRequest.relays, for a coordinator that has restarted."""
+    host: builtins.str
+    """RegisterServerRequest.host."""
     @property
     def calls(self) -> shardwell_wire.v1.common_pb2.CallPort:
         """Where the server takes calls beside gRPC. Unset: nowhere."""
@@ -545,9 +551,11 @@ class KeepServerMembershipRequest(google.protobuf.message.Message):
         server_id: builtins.str = ...,
         epoch: builtins.int = ...,
         calls: shardwell_wire.v1.common_pb2.CallPort | None = ...,
+        relays: builtins.bool = ...,
+        host: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["calls", b"calls"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["calls", b"calls", "epoch", b"epoch", "server_id", b"server_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "epoch", b"epoch", "host", b"host", "relays", b"relays", "server_id", b"server_id"]) -> None: ...
 
 global___KeepServerMembershipRequest = KeepServerMembershipRequest
 

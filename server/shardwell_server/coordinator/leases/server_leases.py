@@ -31,7 +31,7 @@ from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_wire.connection.channel import backoff
 from shardwell_wire.errors import ConflictError, DuplicateError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.host.server_folders import has_ended
-from shardwell_wire.v1 import common_pb2, coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -144,25 +144,25 @@ class ServerLeases:
         self._note_alive(request.server_id, self._state.cluster.heartbeat(request))
 
     async def keep_membership(
-        self, server_id: str, epoch: int, calls: common_pb2.CallPort | None = None
+        self, request: coordinator_pb2.KeepServerMembershipRequest
     ) -> AsyncGenerator[coordinator_pb2.KeepServerMembershipResponse]:
         """Keeps a server's membership stream open: yields one message, then waits until the membership ends.
 
         The caller must close the iterator, or cancel its task, when the stream breaks.
 
         Args:
-            server_id: Id of the server.
-            epoch: Its epoch.
-            calls: Where the server takes calls beside gRPC. None: nowhere.
+            request: The server, where it takes calls beside gRPC, and whether it relays: a coordinator that has restarted
+                learns both here.
 
         Raises:
             StaleEpochError: The server is not registered, has left, or another process has its id.
         """
-        cluster = self._state.cluster
+        cluster, server_id, epoch = self._state.cluster, request.server_id, request.epoch
         server = cluster.require_epoch(server_id, epoch)
+        server.relays, server.host = request.relays, request.host
         self._note_alive(server_id, cluster.renew_lease(server))
-        if calls is not None:
-            self._state.tasks.start(self._calls.use_calls(server.address, calls))
+        if request.HasField("calls"):
+            self._state.tasks.start(self._calls.use_calls(server.address, request.calls))
         with server.connection.stream(lambda: self._watch_disconnected(server.server_id, server.incarnation)):
             yield coordinator_pb2.KeepServerMembershipResponse()
             while not self._state.stopping:

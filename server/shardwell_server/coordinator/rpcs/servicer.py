@@ -72,8 +72,7 @@ class CoordinatorServicer(TrainerRpcs, DeclarationRpcs, RendezvousRpcs, StepRpcs
         self, request: coordinator_pb2.KeepServerMembershipRequest, call: Call
     ) -> AsyncIterator[coordinator_pb2.KeepServerMembershipResponse]:
         leases = self._coordinator.server_leases
-        calls = request.calls if request.HasField("calls") else None
-        async with aclosing(leases.keep_membership(request.server_id, request.epoch, calls)) as stream:
+        async with aclosing(leases.keep_membership(request)) as stream:
             async for response in stream:
                 yield response
 

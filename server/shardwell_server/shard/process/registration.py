@@ -244,6 +244,8 @@ class Registration:
                 server_id=self._server_id,
                 epoch=self._epoch,
                 calls=None if self._calls is None else self._calls.offer,
+                relays=self._relay is not None,
+                host="" if self._relay is None else self._relay.host,
             )
             try:
                 async for _ in self._open_stream(request):
