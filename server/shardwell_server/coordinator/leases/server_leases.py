@@ -151,8 +151,8 @@ class ServerLeases:
         The caller must close the iterator, or cancel its task, when the stream breaks.
 
         Args:
-            request: The server, where it takes calls beside gRPC, and whether it relays: a coordinator that has restarted
-                learns both here.
+            request: The server, where it takes calls beside gRPC, and whether it relays. A restarted coordinator
+                learns this here.
 
         Raises:
             StaleEpochError: The server is not registered, has left, or another process has its id.
