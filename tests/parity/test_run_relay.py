@@ -90,7 +90,7 @@ def test_relay_owns_nothing_and_is_preferred(cluster: shardwell.LocalCluster, re
 
 
 def test_servers_relay_after_a_restart_of_the_coordinator(tmp_path: Path) -> None:
-    """They keep their leases, so they do not register again."""
+    """Servers that keep their leases do not register again."""
     with shardwell.LocalCluster(num_shards=1, state_dir=tmp_path) as cluster:
         cluster.coordinator.kill()
         cluster.restart_coordinator()

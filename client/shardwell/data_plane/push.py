@@ -61,7 +61,8 @@ class UnitPush(Held):
         self.missing = 0
         """Shards that do not have their part yet."""
         self.counted: dict[str, list[int]] = {}
-        """By route, of the parts that the relay has pushed: the bytes pushed, and those in other trainers' pushes."""
+        """By the route of a part that the relay has pushed: bytes of the relay's pushes, and bytes that the pushes of
+        other trainers contain."""
         self.started_s = time.perf_counter() if route is not None else 0.0
 
 

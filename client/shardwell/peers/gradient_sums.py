@@ -89,8 +89,7 @@ Shown = WholeGradient | ReceivedGradient
 class Exchange(Protocol):
     """One member's view of the exchange. See Note: [Rounds of an exchange].
 
-    ``collect`` is called by the thread that adds, ``leave`` by any thread, and the other methods by
-    the training thread.
+    The thread that adds calls ``collect``. Any thread calls ``leave``. The training thread calls the other methods.
     """
 
     @property

@@ -151,8 +151,8 @@ class ServerLeases:
         The caller must close the iterator, or cancel its task, when the stream breaks.
 
         Args:
-            request: The server, where it takes calls beside gRPC, and whether it relays. A restarted coordinator
-                learns this here.
+            request: Names the server. It also says where the server takes calls beside gRPC, and whether it relays:
+                a server that keeps its lease does not register again with a restarted coordinator.
 
         Raises:
             StaleEpochError: The server is not registered, has left, or another process has its id.
