@@ -158,13 +158,14 @@ class UnitPlacer:
         return server is None or server.incarnation != shard.incarnation or server.ended
 
     async def _wait_for_servers(self, run: Run, wait_s: float) -> None:
-        """Waits for ``min_servers`` servers before the first unit of a run, and for one server before later units."""
+        """Waits for ``min_servers`` servers before the first unit of a run, and for one server before later units. See
+        ``Cluster.can_place``."""
         cluster = self._state.cluster
         wanted = 1 if len(run.units) else self._state.settings.min_servers
 
         async def check() -> bool | None:
             check_recoverable(run, cluster)
-            return len(cluster.staying) >= wanted or None
+            return cluster.can_place(wanted) or None
 
         if not await poll(cluster.changed, check, wait_s):
             raise UnavailableError(

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_wire.connection.channel import RECONNECT_S
 from shardwell_wire.errors import StaleEpochError, StepRestartedError, StepStateError, UnavailableError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, unit
-from tests.support.fake_shards import fail_times
+from tests.support.fake_shards import DirectCalls, fail_times
 
 
 def assert_updated_once(cluster: Harness, steps: int) -> None:
@@ -68,6 +69,31 @@ async def test_interrupted_update_is_repeated(cluster: Harness) -> None:
     await cluster.settle()
     assert_updated_once(cluster, 2)
     assert cluster.shards["s0"].calls["Update"] >= 3, "the update is repeated on servers that had applied it"
+
+
+@pytest.mark.parametrize("alive", [True, False])
+async def test_first_unit_after_a_restart_waits_until_all_servers_are_probed(
+    cluster: Harness, monkeypatch: pytest.MonkeyPatch, alive: bool
+) -> None:
+    (a,) = await cluster.team("a")
+    probe, answered = DirectCalls.is_running, asyncio.Event()
+
+    async def slow_probe(calls: DirectCalls, server: Server) -> bool:
+        if server.server_id == "s1":
+            await answered.wait()
+        return await probe(calls, server)
+
+    monkeypatch.setattr(DirectCalls, "is_running", slow_probe)
+    await cluster.restart()
+    cluster.shards["s1"].available = alive
+    declaring = asyncio.create_task(a.declare(unit("u", (64, 64))))
+    await cluster.until(lambda: len(cluster.state.cluster.staying) == 1, "the probe of s0")
+    stall = await cluster.call("ExplainStall", run="r")
+    assert any("has restarted, has probed the shard servers 's1'" in line for line in stall.waiting_for)
+    assert not declaring.done()
+    answered.set()
+    await declaring
+    assert set(cluster.state.runs["r"].units.servers) == ({"s0", "s1"} if alive else {"s0"})
 
 
 async def test_trainer_that_is_silent_after_a_restart_is_lost(cluster: Harness) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,8 +40,9 @@ def url(proxy: socket.socket) -> str:
 @pytest.mark.parametrize("name", ["http_proxy", "https_proxy"])
 def test_http_proxy_is_ignored(address: str, proxy: socket.socket, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, url(proxy))
-    with open_channel(address) as channel:
-        grpc.channel_ready_future(channel).result(20)
+    with open_channel(address) as channel, pytest.raises(grpc.RpcError) as answer:
+        channel.unary_unary("/none/none")(b"", timeout=20)
+    assert answer.value.code() is grpc.StatusCode.UNIMPLEMENTED  # the server has no such rpc
 
     async def connect() -> None:
         async with open_aio_channel(address) as channel:
@@ -54,9 +54,8 @@ def test_http_proxy_is_ignored(address: str, proxy: socket.socket, monkeypatch: 
 def test_grpc_proxy_is_used(address: str, proxy: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("grpc_proxy", url(proxy))
     with open_channel(address) as channel:
-        connecting = threading.Thread(target=channel.subscribe, args=(lambda _: None, True))
-        connecting.start()
+        call = channel.unary_unary("/none/none").future(b"", timeout=20)
         connection, _ = proxy.accept()
         with connection:
             assert connection.recv(7) == b"CONNECT"
-        connecting.join()
+        call.cancel()

@@ -280,11 +280,11 @@ class RunRestorer:
         cluster, wanted = self._state.cluster, self._state.settings.min_servers
 
         async def check() -> bool | None:
-            return len(cluster.staying) >= wanted or None
+            return cluster.can_place(wanted) or None
 
         found = await poll(cluster.changed, check, _SERVERS_WAIT_S if restore.is_rollback else _LONGEST_RETRY_S)
         if not found and not (restore.is_rollback and cluster.staying):
-            raise UnavailableError(f"{len(cluster.staying)} of {wanted} shard servers are live: start more")
+            raise UnavailableError(f"the restore {cluster.describe_waiting(wanted)}")
 
     async def _load_shards(self, run: Run, restore: Restore, number: int, units: Sequence[Unit]) -> None:
         request = shard_pb2.LoadShardsRequest(

@@ -130,7 +130,7 @@ def _declaring(run: Run, cluster: Cluster, min_servers: int) -> list[str]:
     """Returns what keeps a run from having its first weights, and who has joined."""
     lines = [*map(str, availability_errors(run, cluster)), *_silent_servers(run, cluster)]
     wanted = 1 if len(run.units) else min_servers
-    if len(cluster.live) < wanted:
+    if not cluster.can_place(wanted):
         lines.insert(0, f"the run {cluster.describe_waiting(wanted)}")
     elif unpublished := run.units.unpublished:
         lines.append(

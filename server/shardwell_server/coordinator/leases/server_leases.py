@@ -324,7 +324,10 @@ class ServerLeases:
     def _note_unreachable(self, server: Server, reason: str, *, refused: bool) -> None:
         if not self._is_in_doubt(server):
             return
+        first = not server.unreachable_because
         server.note_unreachable(reason)
+        if first:
+            self._notify_runs()  # placements wait for the first probe after a restart
         expired, ended = self._state.cluster.lease_expired(server), server.suspected and refused
         if server.may_be_alive and (expired or ended):
             self._note_lost(server, "it closed its connection" if ended else "its lease expired", reason, refused=ended)

@@ -223,6 +223,20 @@ class Cluster:
             server for server in self.servers.values() if server.live and not server.reached and not server.owns_nothing
         ]
 
+    @property
+    def unprobed(self) -> list[Server]:
+        """The servers that were loaded from storage and whose first probe since has no result yet."""
+        return [
+            server
+            for server in self.servers.values()
+            if server.may_be_alive and not (server.reached or server.unreachable_because or server.owns_nothing)
+        ]
+
+    def can_place(self, wanted: int) -> bool:
+        """True if at least ``wanted`` servers can take shards, and no server is unprobed. Without the second condition,
+        a coordinator that has just restarted would place a whole unit on the server that answers first."""
+        return len(self.staying) >= wanted and not self.unprobed
+
     def relay_for(self, host: str, process: str) -> Server | None:
         """Returns the relay of a trainer, the same for all trainers of a host. None: there is none. Arguments as
         ``Server.relays_for``."""
@@ -235,6 +249,9 @@ class Cluster:
 
     def describe_waiting(self, wanted: int) -> str:
         """Returns what a run waits for that needs ``wanted`` servers, and what to do."""
+        if len(self.staying) >= wanted and self.unprobed:
+            names = ", ".join(repr(server.server_id) for server in self.unprobed)
+            return f"waits until the coordinator, which has restarted, has probed the shard servers {names}"
         unreachable = "".join(f"; {describe_unreachable(server)}" for server in self.unreachable)
         return (
             f"waits for shard servers: {len(self.staying)} of {wanted} are live; start more (shardwell-server shard "
