@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.peers.node_group import BACKENDS
-from shardwell.transport.route_stats import DIRECT, ROUTES
+from shardwell.transport.base import DIRECT, ROUTES
 from shardwell.transport.server_connection import TRANSPORT_NAMES, parse_transports
 from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.encoding import chunk_streams

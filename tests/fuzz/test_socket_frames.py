@@ -54,7 +54,7 @@ def test_stream_receiver_takes_what_fits_only(frames: list[tuple[int, int, bytes
     try:
         while stream and not receiver.over:
             taken = 0
-            for place in receiver.places():
+            for place in receiver.places:
                 part = stream[taken : taken + len(place)]
                 place[: len(part)] = part
                 taken += len(part)

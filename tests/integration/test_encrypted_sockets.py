@@ -41,7 +41,7 @@ def encrypted(authority: TestAuthority) -> Iterator[ConnectedUnit]:
 
 def stream_of(transport: SocketTransport) -> object:
     (connection,) = transport._idle
-    return connection._stream
+    return connection.stream
 
 
 def close_idle(transport: SocketTransport) -> None:

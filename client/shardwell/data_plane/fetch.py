@@ -39,14 +39,21 @@ Alternative = Callable[[BaseException], Future[int] | None]
 class Gather(Future[int]):
     """The version that a gather fetched. ``result`` adds its waiting time to the statistics.
 
+    Done when every shard of the unit has arrived or failed. Then no thread writes to the target any more. A gather does
+    not refer to the fetches of the shards, which refer to it: a cycle would keep the target in memory until Python
+    collects it.
+
     Args:
         stats: Counts the waiting time.
         alternative: See ``Alternative``. None: a failure is final.
+        shard_count: Calls of ``end_shard`` after which the gather is done.
     """
 
-    def __init__(self, stats: TrafficStats, alternative: Alternative | None = None) -> None:
+    def __init__(self, stats: TrafficStats, alternative: Alternative | None = None, shard_count: int = 0) -> None:
         super().__init__()
-        self._stats, self._alternative = stats, alternative
+        self._stats, self._alternative, self._missing = stats, alternative, shard_count
+        self._failure: BaseException | None = None
+        self._count_lock = threading.Lock()
 
     def result(self, timeout: float | None = None) -> int:
         if self.done():
@@ -56,6 +63,20 @@ class Gather(Future[int]):
             return super().result(timeout)
         finally:
             self._stats.add_gather_wait(started)
+
+    def end_shard(self, version: int, error: BaseException | None = None) -> None:
+        """Called in any thread when a shard has arrived or failed."""
+        with self._count_lock:
+            self._missing -= 1
+            if self._failure is None:
+                self._failure = error
+            if self._missing:
+                return
+            failure, self._failure = self._failure, None
+        if failure is None:
+            self.set_result(version)
+        else:
+            self.fail(failure)
 
     def finish_as(self, other: Future[int]) -> None:
         """Takes the outcome of another gather that is done."""
@@ -78,41 +99,6 @@ class Gather(Future[int]):
             other.add_done_callback(self.finish_as)
 
 
-class _UnitGather(Gather):
-    """Done when every shard of a unit has arrived or failed. Then no thread writes to the target any more.
-
-    It does not refer to the fetches of the shards, which refer to it: a cycle would keep the target in memory until
-    Python collects it.
-    """
-
-    def __init__(self, shard_count: int, stats: TrafficStats, alternative: Alternative | None) -> None:
-        super().__init__(stats, alternative)
-        self._missing = shard_count
-        self._failure: BaseException | None = None
-        self._count_lock = threading.Lock()
-
-    def end_shard(self, version: int, error: BaseException | None = None) -> None:
-        """Called in any thread when a shard has arrived or failed."""
-        with self._count_lock:
-            self._missing -= 1
-            if self._failure is None:
-                self._failure = error
-            if self._missing:
-                return
-            failure, self._failure = self._failure, None
-        if failure is None:
-            self.set_result(version)
-        else:
-            self.fail(failure)
-
-    def end_shard_as(self, shard: Future[int]) -> None:
-        """Takes the outcome of one shard."""
-        if (error := shard.exception()) is not None:
-            self.end_shard(0, error)
-        else:
-            self.end_shard(Future.result(shard))
-
-
 class Fetches:
     """Gathers units in background threads. Called by the training thread.
 
@@ -124,7 +110,7 @@ class Fetches:
     def __init__(self, stats: TrafficStats, *, max_batched_bytes: int | None = MAX_STREAM_BYTES) -> None:
         self.stats, self._max_batched_bytes = stats, max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-fetch")
-        self._queues = defaultdict[ServerConnection, TransferQueue[int]](lambda: TransferQueue(self._threads))
+        self._queues = defaultdict[ServerConnection, TransferQueue](lambda: TransferQueue(self._threads))
         self._batches: dict[ServerConnection, FetchBatches] = {}
         self._collects = False
         """Whether small fetches are held back until ``together`` ends."""
@@ -236,7 +222,7 @@ class Fetches:
     ) -> Future[int]:
         """Starts to fetch all shards of a unit, each by one of the fetches."""
         with uninterrupted:
-            whole, started_count = _UnitGather(len(fetches), self.stats, alternative), 0
+            whole, started_count = Gather(self.stats, alternative, len(fetches)), 0
             try:
                 for shard, fetch in zip(unit.shards, fetches, strict=True):
                     size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
@@ -245,8 +231,7 @@ class Fetches:
                         fetch.end = whole.end_shard
                         self._batches_of(shard.owner.server).add(fetch)
                     else:
-                        future = self._queues[shard.owner.server].submit(size_bytes, fetch)
-                        future.add_done_callback(whole.end_shard_as)
+                        self._queues[shard.owner.server].submit(size_bytes, fetch, whole.end_shard)
                     started_count += 1
             except BaseException as error:
                 self._flush()

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -16,8 +15,7 @@ from shardwell.data_plane.error_feedback import EncodedGradients
 from shardwell.data_plane.shard import RelayedPush, RemoteShard, RemoteUnit, ShardPush, push_together
 from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, closed_error, uninterrupted
 from shardwell.memory.device_copies import to_host
-from shardwell.transport.base import NearlyDone, PartHeader, PreparedPush
-from shardwell.transport.route_stats import DIRECT, HIERARCHICAL
+from shardwell.transport.base import DIRECT, HIERARCHICAL, NearlyDone, PartHeader, PreparedPush
 from shardwell.transport.server_connection import ServerConnection
 from shardwell_wire.errors import ShardwellError
 
@@ -83,7 +81,8 @@ class PushesInFlight:
         self._bytes_in_flight, self._pushes_in_flight = 0, 0
         self.waiter_count = 0
         """Threads that wait for pushes. Meanwhile no push waits for others."""
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The first error since the last ``raise_error``."""
         self._ordered_count = 0
         """Parts that wait for the part before them."""
 
@@ -149,31 +148,37 @@ class PushesInFlight:
     def fail(self, error: BaseException) -> None:
         """Makes the next ``raise_error`` raise an error. Called in any thread."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
 
     def raise_error(self) -> None:
         """Raises the first error since the last call."""
-        if self._error is None:
+        if self.error is None:
             return
         with uninterrupted, self._lock:
-            error, self._error = self._error, None
+            error, self.error = self.error, None
         if error is not None:
             raise error
 
     def drop_error(self) -> None:
         """Forgets the error."""
-        self._error = None
+        self.error = None
 
     # ---- the end of pushes ----
 
-    def end(self, parts: Sequence[ShardPush]) -> None:
-        """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends."""
+    def end(self, parts: Sequence[ShardPush], _: int = 0, failure: BaseException | None = None) -> None:
+        """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends.
+
+        Args:
+            parts: The parts.
+            failure: Why all of them failed. None: each part has its own error, or none.
+        """
         error, ended = None, list[UnitPush]()
         for part in parts:
+            part.error = part.error or failure
             if part.error is not None and not _is_excused(part.of, part.error):
                 error = error or part.error
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             for part in parts:
                 part.done, part.prepared, part.prepare = True, None, None  # the gradients are not needed any more
                 if part.counted is not None:
@@ -263,7 +268,7 @@ class Pushes:
         self.stats = stats
         self._max_batched_bytes = max_batched_bytes
         self._threads = DaemonThreads(_THREADS, "shardwell-push")
-        self._queues: dict[ServerConnection, TransferQueue[None]] = {}
+        self._queues: dict[ServerConnection, TransferQueue] = {}
         self._batches: dict[ServerConnection, PushBatches] = {}
         self._starting = threading.Lock()
         """Held while a push is queued, by the training thread or by the thread that adds gradients."""
@@ -296,7 +301,8 @@ class Pushes:
             route: The route for which the push is counted. None: none.
             via: How the gradients go through the relay, on the route ``hierarchical``.
         """
-        self._in_flight.raise_error()
+        if self._in_flight.error is not None:
+            self._in_flight.raise_error()
         flats, size, copied = dict[int, torch.Tensor](), 0, None
         for index, gradient in gradients:
             if not gradient.is_cpu:
@@ -308,7 +314,7 @@ class Pushes:
                 flats[index] = flat = gradient.detach().contiguous()
             size += flat.nbytes
         if copied is None:  # the parts that go through shared memory are copied before this method returns
-            prepare: Prepare = lambda shard: shard.prepare_push(header, flats, via)  # noqa: E731
+            prepare: Prepare = partial(RemoteShard.prepare_push, header=header, flats=flats, via=via)
         else:
             prepare = partial(_read_later, copied, header, flats, via)
         self._push(unit, prepare, UnitPush(excuse, size, route=route), copies=copied is None)
@@ -469,9 +475,9 @@ class Pushes:
             self._flush()  # the push may wait for one of them
         streamed_bytes = 0 if server.copies_gradients else part.size_bytes
         queue = self._queues.get(server) or self._open_queue(server)
-        future = queue.submit(streamed_bytes, partial(self._send, part, previous))
+        work = part if previous is None or previous.done else partial(self._send, part, previous)
+        queue.submit(streamed_bytes, work, partial(self._in_flight.end, [part]))
         self._last_part[key] = part
-        future.add_done_callback(partial(self._end_alone, part))
 
     def _open_batches(self, server: ServerConnection) -> PushBatches:
         """Returns the batches of small pushes to a server."""
@@ -480,7 +486,7 @@ class Pushes:
             batches = self._batches[server] = PushBatches(self._threads, push_together, self._in_flight.end)
         return batches
 
-    def _open_queue(self, server: ServerConnection) -> TransferQueue[None]:
+    def _open_queue(self, server: ServerConnection) -> TransferQueue:
         """Returns the queue of pushes to a server that are sent by themselves."""
         with self._opening:
             self._check_open()
@@ -491,16 +497,11 @@ class Pushes:
         if self._closed:
             raise closed_error()
 
-    def _send(self, part: ShardPush, previous: ShardPush | None, nearly_done: NearlyDone) -> None:
+    def _send(self, part: ShardPush, previous: ShardPush, nearly_done: NearlyDone) -> None:
         """Pushes a part after the previous part to the same shard. See Note: [Order of pushes] in
         ``transfers.py``."""
-        if previous is not None:
-            self._in_flight.await_part(previous)
+        self._in_flight.await_part(previous)
         part(nearly_done)
-
-    def _end_alone(self, part: ShardPush, future: Future[None]) -> None:
-        part.error = future.exception()
-        self._in_flight.end([part])
 
     def _flush(self) -> None:
         """Starts to send the pushes that wait for others, because somebody waits for them."""

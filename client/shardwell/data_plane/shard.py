@@ -22,6 +22,8 @@ from shardwell.data_plane.host_copy import HostCopy
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
 from shardwell.memory.buffers import BufferPool
 from shardwell.transport.base import (
+    DIRECT,
+    HIERARCHICAL,
     Arrived,
     GradientPart,
     NearlyDone,
@@ -34,7 +36,6 @@ from shardwell.transport.base import (
 )
 from shardwell.transport.relay_connection import RelayConnection, RelayLostError
 from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Resending
-from shardwell.transport.route_stats import DIRECT, HIERARCHICAL
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points
@@ -134,18 +135,18 @@ class ShardFetch(ShardRead):
             return False
         return self.target.kept is None or not self.target.is_kept(version)
 
-    def __call__(self, nearly_done: NearlyDone = ignore) -> int:
-        """Fetches the shard by itself; returns the version. ``nearly_done``: called when few bytes are missing."""
-        remote, version, target = self.remote, self.version, self.target
-        in_cache = remote.cached is not None and version is not None and not self.average
-        if in_cache and remote.is_cached_in(target.wire_dtype):
+    def __call__(self, nearly_done: NearlyDone = ignore, *, past_copy: bool = False) -> int:
+        """Fetches the shard by itself; returns the version.
+
+        Args:
+            nearly_done: Called when few bytes are missing.
+            past_copy: Whether the shard comes from its server, although there may be a copy on this host.
+        """
+        remote, version, target, operation = self.remote, self.version, self.target, TRANSFER
+        in_cache = remote.cached is not None and version is not None and not self.average and not past_copy
+        if in_cache and target.wire_dtype == remote.gather_dtype:
             assert version is not None
             return remote.read_cached(version, target)
-        return self.from_server(nearly_done)
-
-    def from_server(self, nearly_done: NearlyDone = ignore) -> int:
-        """Fetches the shard from its server, past the copy on this host."""
-        remote, version, target, operation = self.remote, self.version, self.target, TRANSFER
         if self.shard.window is not None and not self.average:
             operation = SHARED_TRANSFER
         elif version is not None and target.kept is not None and target.read_kept(version):
@@ -359,8 +360,8 @@ class RemoteShard:
     ) -> None:
         self.address, self._wire = ShardAddress(run, layout, start_bytes, stop_bytes), wire
         """The shard as transports address it."""
-        self.wait_limit_s = wire.wait_limit_s
-        """The longest wait for a version to exist."""
+        self.wait_limit_s, self.gather_dtype = wire.wait_limit_s, wire.gather_dtype
+        """The longest wait for a version to exist, and the dtype to which fetched values are rounded."""
         self.owner = server if isinstance(server, ShardOwner) else ShardOwner(server)
         self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
         self._plans = RangePlans(layout, start_bytes, stop_bytes)
@@ -480,8 +481,11 @@ class RemoteShard:
             target: Receives the range, padding included. [stop_bytes - start_bytes]
             exact: Whether to read the values as stored, without rounding.
         """
-        wire_dtype = AS_STORED if exact else self._wire.gather_dtype
-        return ShardFetch(self, version, self._range_target(wire_dtype, target))
+        wire = self._wire
+        if exact and wire.gather_dtype != AS_STORED:
+            return ShardFetch(self, version, self._range_target(AS_STORED, target))
+        into = RangeTarget(self._plans, wire.gather_dtype, self.start_bytes, target, wire.encoded, self._kept)
+        return ShardFetch(self, version, into)
 
     def prepare_fetch_cast(self, version: int | None, layout: UnitLayout, target: memoryview) -> ShardFetch:
         """Returns a fetch in other dtypes than the stored ones, with as few copies as the transport allows.
@@ -494,10 +498,6 @@ class RemoteShard:
         wire = self._wire
         cast = CastTarget(self.address, self._plans, wire.gather_dtype, wire.encoded, layout, target, self._kept)
         return ShardFetch(self, version, cast)
-
-    def is_cached_in(self, wire_dtype: WireDtype) -> bool:
-        """Whether the copy on this host has values that are rounded to a dtype."""
-        return wire_dtype == self._wire.gather_dtype
 
     def read_cached(self, version: int, target: RangeTarget | CastTarget) -> int:
         """Reads a version from the copy on this host, in which it is fetched if it is missing; returns the version."""
@@ -520,7 +520,7 @@ class RemoteShard:
         in_cache = self._range_target(self._wire.gather_dtype, target)
         if self._wire.deltas is not None and self._kept is not None:
             in_cache.kept = DecodedStream(self._wire.deltas, self._what, former, in_cache.encode)
-        return ShardFetch(self, version, in_cache).from_server()
+        return ShardFetch(self, version, in_cache)(past_copy=True)
 
     # ---- pushing ----
 

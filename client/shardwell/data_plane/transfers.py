@@ -21,10 +21,9 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, fields
 from functools import partial
 from types import FrameType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone
-from shardwell.transport.route_stats import RouteStats
+from shardwell.transport.base import NEARLY_DONE_BYTES, NearlyDone, RouteStats
 from shardwell_wire.errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -118,22 +117,22 @@ _MAX_ACTIVE = 2
 hosts at 200 Mbit/s a step in bf16 took 5.0 to 6.2 s with one stream and 4.6 s with two (medians of four steps)."""
 
 
-class _Transfer(Future[Result]):
-    """A transfer, and its result.
-
-    Args:
-        size_bytes: See ``TransferQueue.submit``.
-        work: See ``TransferQueue.submit``.
-    """
-
-    def __init__(self, size_bytes: int, work: Callable[[NearlyDone], Result]) -> None:
-        super().__init__()
-        self.size_bytes, self.work = size_bytes, work
-        self.is_active = False
-        """Whether the transfer has started and is not nearly done yet."""
+Ended = Callable[[int, BaseException | None], None]
+"""Called once, in any thread, with the result of a transfer, or with 0 and its error. Must not raise."""
 
 
-class TransferQueue(Generic[Result]):
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A transfer; see ``TransferQueue.submit``."""
+
+    size_bytes: int
+    work: Callable[[NearlyDone], int | None]
+    ended: Ended
+    is_active: bool = False
+    """Whether the transfer has started and is not nearly done yet."""
+
+
+class TransferQueue:
     """Starts the transfers of one server in order, a few at a time; the next starts when one is nearly done.
 
     If all started at once, the first would end no earlier than the last, and no layer could be computed meanwhile.
@@ -145,25 +144,28 @@ class TransferQueue(Generic[Result]):
 
     def __init__(self, threads: DaemonThreads) -> None:
         self._threads = threads
-        self._waiting: deque[_Transfer[Result]] = deque()
+        self._waiting: deque[_Transfer] = deque()
         self._active_count = self._active_bytes = 0
         self._closed = False
         self._lock = threading.Lock()
 
-    def submit(self, size_bytes: int, work: Callable[[NearlyDone], Result]) -> Future[Result]:
-        """Queues a transfer; returns the future of its result.
+    def submit(self, size_bytes: int, work: Callable[[NearlyDone], int | None], ended: Ended) -> None:
+        """Queues a transfer.
 
         Args:
             size_bytes: Size of the transfer.
-            work: Runs the transfer. Called with a ``NearlyDone`` callback.
+            work: Runs the transfer. Called with a ``NearlyDone`` callback. None is the result 0.
+            ended: See ``Ended``. Not called if this method raises.
+
+        Raises:
+            UnavailableError: The session was closed.
         """
-        transfer = _Transfer(size_bytes, work)
+        transfer = _Transfer(size_bytes, work, ended)
         with self._lock:
             if self._closed:
                 raise closed_error()
             self._waiting.append(transfer)
             self._start()
-        return transfer
 
     def close(self) -> None:
         """Fails the waiting transfers. Active transfers continue."""
@@ -172,7 +174,7 @@ class TransferQueue(Generic[Result]):
             waiting = list(self._waiting)
             self._waiting.clear()
         for transfer in waiting:
-            transfer.set_exception(closed_error())
+            transfer.ended(0, closed_error())
 
     def _start(self) -> None:
         """Starts transfers while there is room. The lock, which must be held, keeps the order."""
@@ -186,20 +188,20 @@ class TransferQueue(Generic[Result]):
             self._active_bytes += transfer.size_bytes
             self._threads.start(partial(self._run, transfer))
 
-    def _run(self, transfer: _Transfer[Result]) -> None:
+    def _run(self, transfer: _Transfer) -> None:
         try:
             if self._closed:
                 raise closed_error()
-            result = transfer.work(partial(self._make_room, transfer))
+            result = transfer.work(partial(self._make_room, transfer)) or 0
         except BaseException as error:
             self._make_room(transfer)
-            transfer.set_exception(error)
+            transfer.ended(0, error)
         else:
             if transfer.is_active:
                 self._make_room(transfer)
-            transfer.set_result(result)
+            transfer.ended(result, None)
 
-    def _make_room(self, transfer: _Transfer[Result]) -> None:
+    def _make_room(self, transfer: _Transfer) -> None:
         """Starts others, because a transfer is nearly done or has ended. Harmless to repeat."""
         with self._lock:
             if transfer.is_active:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
 from shardwell.tables import format_seconds, format_size, report_table, report_text
-from shardwell.transport.route_stats import ROUTES, RouteTotals
+from shardwell.transport.base import ROUTES, RouteTotals
 
 
 @dataclass(frozen=True, slots=True)

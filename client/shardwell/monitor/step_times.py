@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwell.transport.route_stats import ROUTES, RouteTotals
+from shardwell.transport.base import ROUTES, RouteTotals
 from shardwell_wire.errors import UsageError
 
 

@@ -32,8 +32,7 @@ from shardwell.data_plane.push import Excuse, Pushes
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit
 from shardwell.memory.buffers import BufferPool
 from shardwell.peers.node_group import Round
-from shardwell.transport.base import PartHeader
-from shardwell.transport.route_stats import DIRECT
+from shardwell.transport.base import DIRECT, PartHeader
 from shardwell_wire.model.layout import Segment
 from shardwell_wire.model.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import shard_pb2

@@ -18,7 +18,7 @@ from shardwell.memory.device_copies import to_host
 from shardwell.step.step_state import FinishedStep, StepState, WorkItemState
 from shardwell.store.run_servers import ShardServers
 from shardwell.store.sums import ItemSums
-from shardwell.transport.route_stats import DIRECT
+from shardwell.transport.base import DIRECT
 from shardwell_wire.errors import CapacityError, StaleEpochError, StepRestartedError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -88,7 +88,7 @@ class ItemPushes:
                 membership = self._membership
                 if not membership.valid:
                     membership.check()
-                unit, current = self._units[unit_index], self._state.require_current()
+                unit, current = self._units[unit_index], self._state.current or self._state.require_current()
                 if current.is_over or not membership.valid:
                     self.abandon_sums()
                     return

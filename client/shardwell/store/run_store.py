@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,8 +33,8 @@ from shardwell.store.residuals import CheckpointResiduals
 from shardwell.store.run_servers import ShardServers
 from shardwell.store.run_units import MovableUnits, ShardMappings, UnitDeclarations, UnitMoves
 from shardwell.store.sums import ItemSums
+from shardwell.transport.base import DIRECT
 from shardwell.transport.partition_transfers import PartitionSegment
-from shardwell.transport.route_stats import DIRECT
 from shardwell.transport.shared_vector import SharedVector, WrittenPages
 from shardwell_wire.encoding import wire_dtypes
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UsageError, VersionGoneError
@@ -71,6 +70,8 @@ class RunStore:
         self.traffic = TrafficStats()
         """What this trainer has transferred."""
         self._fetches = Fetches(self.traffic)
+        self.gathering_together = self._fetches.together
+        """See ``ParameterStore.gathering_together``."""
         self._written_pages = WrittenPages()
         background = self._background_pushes = Pushes(self.traffic, push_bytes=config.transfers.push_bytes)
         self._partition_updates = PartitionUpdates(membership.world.dp, config.waits.wait_limit_s)
@@ -263,7 +264,8 @@ class RunStore:
         """See ``ParameterStore.gather``."""
         if not self._membership.valid:
             self._membership.check()
-        if self._computes_in_vain():
+        current = self._state.current
+        if self._membership.lapsed or (current is not None and current.is_over):
             return self._gather_newest(unit_index, target, exact=exact, layout=layout)
         version = self._state.number
 
@@ -287,10 +289,6 @@ class RunStore:
             return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
 
         return start(again)
-
-    def gathering_together(self) -> AbstractContextManager[None]:
-        """See ``ParameterStore.gathering_together``."""
-        return self._fetches.together()
 
     def gather_average(self, unit_index: int, target: memoryview, version: int | None = None) -> None:
         """See ``ParameterStore.gather_average``."""

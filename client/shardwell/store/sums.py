@@ -33,8 +33,7 @@ from shardwell.peers.node_group import MemberGoneError
 from shardwell.peers.peer_exchange import Listener, PeerAddress, PeerExchange
 from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
 from shardwell.store.host_relay import HostRelay
-from shardwell.transport.base import PartHeader
-from shardwell.transport.route_stats import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES
+from shardwell.transport.base import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES, PartHeader
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError, UsageError
 from shardwell_wire.model.sum_order import SumOrder
 from shardwell_wire.v1 import coordinator_pb2

@@ -11,7 +11,7 @@ from shardwell.step.step_state import StepPhase, WorkItemState
 from shardwell.training.rejoining import Iteration, Rejoining
 from shardwell.training.training import Training
 from shardwell.training.work_items import WorkItems
-from shardwell.transport.route_stats import DIRECT
+from shardwell.transport.base import DIRECT
 from shardwell_wire.errors import (
     DeadlineError,
     ReplicaLostError,

@@ -1,7 +1,8 @@
 """The interface of a transport, which moves the bytes of a shard between this trainer and one shard server.
 
 Also what it moves: the stream of a fetch with the memory for it, and the header of a push. The fields that a part has
-on all shards, and those that all parts have on one shard, are not encoded anew for each push and shard.
+on all shards, and those that all parts have on one shard, are not encoded anew for each push and shard. The counters
+of streams and of the routes of gradients (``TransferOptions.gradient_reduction``) are here, too.
 
 Note: [Adding a transport]
     A transport is a module of this package with one class: a ``StreamTransport`` if it sends bytes over a connection,
@@ -161,6 +162,52 @@ class ByteCounter:
             self.sent_bytes += sent_bytes
 
 
+DIRECT, HIERARCHICAL, ALLREDUCE = "direct", "hierarchical", "allreduce"
+ROUTES = (DIRECT, HIERARCHICAL, ALLREDUCE)
+"""Where the gradients of a unit are added first: on the servers, among the trainers of a node, or of several nodes."""
+
+
+@dataclass(slots=True)
+class RouteTotals:
+    """What one route has carried. The names are those of ``Session.stats``, after the name of the route."""
+
+    count: int = 0
+    """Pushed gradients, or pushed shares of sums."""
+    pushed_bytes: int = 0
+    """Bytes pushed to the servers."""
+    peer_bytes: int = 0
+    """Bytes of this trainer's gradients that went to other trainers, in shared memory or over the network."""
+    seconds: float = 0.0
+    """Seconds from the start of each push until the servers had acknowledged it, added up. Pushes overlap. Includes the
+    time for which a small push waits for others, to share a message with them."""
+
+
+@dataclass(slots=True)
+class RouteStats:
+    """The totals of all routes. Thread-safe."""
+
+    _totals: dict[str, RouteTotals] = field(default_factory=lambda: {route: RouteTotals() for route in ROUTES})
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, route: str, *, pushed_bytes: int, seconds: float, peer_bytes: int = 0, count: int = 1) -> None:
+        """Adds gradients of units, or this trainer's shares of sums."""
+        with self._lock:
+            totals = self._totals[route]
+            totals.count += count
+            totals.pushed_bytes += pushed_bytes
+            totals.peer_bytes += peer_bytes
+            totals.seconds += seconds
+
+    def as_dict(self) -> dict[str, float]:
+        """Returns the totals as numbers, such as ``direct_count`` and ``allreduce_peer_bytes``."""
+        with self._lock:
+            return {
+                f"{route}_{name}": getattr(totals, name)
+                for route, totals in self._totals.items()
+                for name in RouteTotals.__slots__
+            }
+
+
 @dataclass(slots=True, eq=False)
 class ShardAddress:
     """The range of a unit's flat vector that one server owns."""
@@ -184,30 +231,6 @@ class ShardAddress:
         target.copy_from(window)
         window.check(version)
         return version
-
-    def gather_request(
-        self,
-        version: int | None,
-        wire_dtype: WireDtype,
-        *,
-        average: bool = False,
-        base: shard_pb2.StreamBase | None = None,
-        wait_s: float | None = None,
-        names_run: bool = True,
-    ) -> shard_pb2.GatherRequest:
-        """Returns the request for one version of the shard; see ``Transport.fetch`` and ``Incoming.base``."""
-        return shard_pb2.GatherRequest(
-            run=self.run.name if names_run else "",
-            run_id=self.run.run_id if names_run else "",
-            unit=self.layout.unit,
-            version=version,
-            start_bytes=self.start_bytes,
-            stop_bytes=self.stop_bytes,
-            wire_dtype=wire_dtype,
-            ema=average,
-            base=base,
-            wait_s=wait_s,
-        )
 
     def require_window(self) -> SharedVector:
         """Returns the mapped shard. Raises UnavailableError if the shard has moved since the caller found it mapped."""
@@ -335,21 +358,13 @@ class PreparedPush:
         gradients: The gradients.
     """
 
-    __slots__ = ("_gradients", "cut", "header", "shard")
+    __slots__ = ("cut", "gradients", "header", "shard")
 
     is_shared: ClassVar[bool] = False
     """Whether the gradients are in shared memory. Otherwise the push refers to the memory of the caller."""
 
-    def __init__(
-        self, shard: ShardAddress, cut: PushedRange, header: PartHeader, gradients: GradientPart | None
-    ) -> None:
-        self.shard, self.cut, self.header, self._gradients = shard, cut, header, gradients
-
-    @property
-    def gradients(self) -> GradientPart:
-        """The gradients, as the source of a stream or of a copy."""
-        assert self._gradients is not None
-        return self._gradients
+    def __init__(self, shard: ShardAddress, cut: PushedRange, header: PartHeader, gradients: GradientPart) -> None:
+        self.shard, self.cut, self.header, self.gradients = shard, cut, header, gradients
 
 
 class Transport(ABC):
@@ -425,10 +440,19 @@ class StreamTransport(Transport):
 
     def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
         """See ``Transport``."""
-        target = read.target
+        shard, target = read.shard, read.target
         with target.incoming() as incoming:
-            request = read.shard.gather_request(
-                read.version, target.wire_dtype, average=read.average, base=incoming.base, wait_s=wait_s
+            request = shard_pb2.GatherRequest(
+                run=shard.run.name,
+                run_id=shard.run.run_id,
+                unit=shard.layout.unit,
+                version=read.version,
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
+                wire_dtype=target.wire_dtype,
+                ema=read.average,
+                base=incoming.base,
+                wait_s=wait_s,
             )
             fetched = self.fetch_stream(request, incoming.place, timeout_s=timeout_s, nearly_done=nearly_done)
             self._counter.add(received_bytes=incoming.received_bytes)

@@ -241,7 +241,9 @@ class ServerConnection(ReachedServer):
         shard = read.shard
         window = shard.window if not read.average else None
         if window is None:
-            stream = self.transports.require_stream()
+            transports, stream = self.transports, self.transports.stream
+            if stream is None or (stream.session is not None and stream.session.broke):
+                stream = transports.require_stream()
             return stream.fetch(read, wait_s=wait_s, timeout_s=timeout_s, nearly_done=nearly_done)
         self.shared_counter.add(received_bytes=shard.stop_bytes - shard.start_bytes)
         if read.version is not None and window.shows(read.version):
@@ -326,7 +328,10 @@ class ServerConnection(ReachedServer):
                 return
             except CapacityError as error:  # the session broke, and the new session has no memory for the part
                 self._stop_sharing_gradients(error)
-        self.transports.require_stream().push(prepared, timeout_s=timeout_s, nearly_done=nearly_done)
+        transports, stream = self.transports, self.transports.stream
+        if stream is None or (stream.session is not None and stream.session.broke):
+            stream = transports.require_stream()
+        stream.push(prepared, timeout_s=timeout_s, nearly_done=nearly_done)
 
     def push_batch(self, prepared: Sequence[PreparedPush], *, wait_limit_s: float) -> list[bool]:
         """Pushes small parts of several contributions in one message, once; see ``_push_together``."""
@@ -601,11 +606,17 @@ def _fetch_together(
     with ExitStack() as stack:
         streams = list[tuple[Incoming, ExitStack]]()
         for each in reads:
+            shard = each.shard
             context = stack.enter_context(ExitStack())
             stream = context.enter_context(each.target.incoming())
             streams.append((stream, context))
-            request.ranges.append(
-                each.shard.gather_request(each.version, each.target.wire_dtype, base=stream.base, names_run=False)
+            request.ranges.add(
+                unit=shard.layout.unit,
+                version=each.version,
+                start_bytes=shard.start_bytes,
+                stop_bytes=shard.stop_bytes,
+                wire_dtype=each.target.wire_dtype,
+                base=stream.base,
             )
         answers = BatchAnswers(transports.client.address, streams, transports.counter, arrived)
         transports.require_stream().fetch_batch(request, answers, timeout_s=timeout_s)

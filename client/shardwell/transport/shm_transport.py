@@ -159,11 +159,11 @@ class _BufferedPush(PreparedPush):
     is_shared = True
 
     def __init__(self, push: PreparedPush, transport: ShmTransport, buffer: GradientBuffer) -> None:
-        self.shard, self.cut, self.header, self._gradients = push.shard, push.cut, push.header, None
+        self.shard, self.cut, self.header = push.shard, push.cut, push.header
         self.transport, self.buffer = transport, buffer
 
     @property
-    def gradients(self) -> GradientPart:
+    def gradients(self) -> GradientPart:  # type: ignore[override]  # an attribute in the base class: no call
         """See ``PreparedPush``."""
         return _BufferedGradients(self.shard, self.cut, self.buffer.memory)
 

@@ -25,8 +25,15 @@ from shardwell.transport.base import (
 from shardwell.transport.grpc_transport import ShardClient
 from shardwell.transport.service_client import Endpoint, StandingRpc
 from shardwell_wire.connection import socket_frames
-from shardwell_wire.connection.socket_frames import WAKE_BYTES, EncryptedStream, Kind, parse_message, set_options
-from shardwell_wire.encoding import chunk_streams
+from shardwell_wire.connection.socket_frames import (
+    HEAD_BYTES,
+    WAKE_BYTES,
+    EncryptedStream,
+    Kind,
+    encode_request,
+    parse_message,
+    set_options,
+)
 from shardwell_wire.encoding.chunk_streams import Buffer
 from shardwell_wire.errors import (
     AccessError,
@@ -39,6 +46,7 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _TIMEVAL = struct.Struct("ll")
+_DONT_WAIT = int(socket.MSG_DONTWAIT)
 
 _LONGEST_POLL_MS = 3_600_000
 """Longest timeout of one poll. The system call takes a 32-bit number of milliseconds."""
@@ -90,18 +98,14 @@ class SocketConnection:
             self._ahead = self._scratch[:0]
             """Bytes that were received and not wanted yet."""
             try:
-                self._stream = endpoint.byte_stream(self._socket, offer.encryption)
+                self.stream = endpoint.byte_stream(self._socket, offer.encryption)
+                """Bytes of the socket."""
                 self._shake_hands()
                 self.send([socket_frames.hello(offer.token)])
                 self.receive(Kind.WELCOME)
             except BaseException:
                 self._socket.close()
                 raise
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether another request can be sent. False if the server has closed the connection."""
-        return self.is_idle and not self._stream.is_worn_out and not self._has_input()
 
     def close(self) -> None:
         """Closes the connection, which no thread uses."""
@@ -146,34 +150,36 @@ class SocketConnection:
             if self.release is not None:
                 self.release(self)
 
-    def send_request(self, kind: Kind, message: Message) -> None:
-        """Sends a request without a stream."""
-        self.send([socket_frames.encode_request(kind, message, self._timeout_s)])
-
     def send_stream(self, message: Message, pieces: Sequence[memoryview]) -> None:
         """Sends a ReduceScatter request and its stream. Stops early if the server answers before the stream ends."""
         self._has_sent_stream = True
-        sender, left_bytes = socket_frames.StreamSender(), sum(map(len, pieces))
-        buffers: list[Buffer] = [socket_frames.encode_request(Kind.REDUCE_SCATTER, message, self._timeout_s)]
+        before = [encode_request(Kind.REDUCE_SCATTER, message, self._timeout_s)]
         # A server that rejects the push answers mid-stream and may close the connection before the stream ends.
         with contextlib.suppress(ConnectionError):
-            for parts in chunk_streams.batches(pieces, socket_frames.DATA_BYTES):
-                if parts:
-                    buffers += sender.data(parts)
-                left_bytes -= sum(map(len, parts))
-                if not left_bytes:
-                    buffers.append(sender.end())
-                if self._has_input():
+            for frame in socket_frames.stream_frames(pieces, sum(map(len, pieces))):
+                if self.has_input():
                     return
-                self.send(buffers)
-                buffers = []
+                self.send([*before, *frame])
+                before = []
 
-    def receive(self, expected: Kind) -> bytes:
-        """Returns the payload of the next frame. Raises the error that the server sent in its place."""
-        kind, size_bytes = socket_frames.parse_head(self._exactly(socket_frames.HEAD_BYTES), expected, Kind.ERROR)
+    def receive(self, expected: Kind) -> Buffer:
+        """Returns the payload of the next frame, which is valid until more bytes are received.
+
+        Raises the error that the server sent in place of the frame.
+        """
+        if not self._ahead:
+            self._receive(())  # mostly the whole frame
+        if len(self._ahead) >= HEAD_BYTES:
+            head, self._ahead = self._ahead[:HEAD_BYTES], self._ahead[HEAD_BYTES:]
+        else:
+            head = memoryview(self._exactly(HEAD_BYTES))
+        kind, size_bytes = socket_frames.parse_head(head, expected, Kind.ERROR)
         if kind is Kind.ERROR:
             raise self._receive_error(size_bytes)
-        return self._exactly(size_bytes)
+        if size_bytes > len(self._ahead):
+            return self._exactly(size_bytes)
+        payload, self._ahead = self._ahead[:size_bytes], self._ahead[size_bytes:]
+        return payload
 
     def receive_stream(self, targets: Sequence[memoryview], nearly_done: NearlyDone = ignore) -> None:
         """Receives one stream into consecutive places. Raises the error that the server sent in its place."""
@@ -181,9 +187,15 @@ class SocketConnection:
         is_nearly_done = False
         while not receiver.over:
             if self._ahead:
-                self._ahead = receiver.take(self._ahead)
+                count = 0
+                for place in receiver.places:
+                    part = self._ahead[count : count + len(place)]
+                    place[: len(part)] = part
+                    count += len(part)
+                self._ahead = self._ahead[count:]
             else:
-                receiver.took(self._receive(receiver.places()))
+                count = self._receive(receiver.places)
+            receiver.took(count)
             if not is_nearly_done and receiver.left_bytes <= NEARLY_DONE_BYTES:
                 is_nearly_done = True
                 nearly_done()
@@ -199,10 +211,10 @@ class SocketConnection:
 
     def _shake_hands(self) -> None:
         """Waits for the TLS handshake, if the connection is encrypted."""
-        while isinstance(self._stream, EncryptedStream):
+        while isinstance(self.stream, EncryptedStream):
             self._limit_send()
             try:
-                return self._stream.handshake()
+                return self.stream.handshake()
             except BlockingIOError:
                 self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * self._remaining_s())))
         return None
@@ -215,7 +227,7 @@ class SocketConnection:
             if remaining_s <= 0 or not 0 <= self._send_limit_s - remaining_s < _TIMEOUT_SLACK_S:
                 self._limit_send()
             try:
-                sent_bytes = self._stream.send(left[:_MAX_BUFFERS])
+                sent_bytes = self.stream.send(left[:_MAX_BUFFERS])
             except BlockingIOError:
                 continue
             left_bytes -= sent_bytes
@@ -230,11 +242,11 @@ class SocketConnection:
         limit = _TIMEVAL.pack(int(seconds), int(rest_s * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def _has_input(self) -> bool:
-        """Whether the server has sent a byte or closed the connection."""
-        if self._stream.mark_bytes != 1:
-            self._stream.want(1)
-        return bool(self._ahead or self._stream.buffered_bytes or self._readable.poll(0))
+    def has_input(self) -> bool:
+        """Whether the server has sent a byte or closed the connection. Then no other request can be sent."""
+        if self.stream.mark_bytes != 1:
+            self.stream.want(1)
+        return bool(self._ahead or self.stream.buffered_bytes or self._readable.poll(0))
 
     def _exactly(self, size_bytes: int) -> bytes:
         """Returns the next bytes."""
@@ -254,7 +266,7 @@ class SocketConnection:
 
         Bytes that follow them become ``_ahead``, which must be empty.
         """
-        stream, wanted_bytes = self._stream, sum(map(len, places))
+        stream, wanted_bytes = self.stream, sum(map(len, places))
         mark_bytes = 1 if wanted_bytes < _SMALL_BYTES else min(wanted_bytes, WAKE_BYTES)
         has_bytes = stream.buffered_bytes > 0
         while True:
@@ -268,7 +280,9 @@ class SocketConnection:
                     raise TimeoutError
                 self._readable.poll(min(_LONGEST_POLL_MS, math.ceil(1000 * remaining_s)))
             try:
-                count = stream.receive([*places, self._scratch])
+                buffers = [*places, self._scratch]
+                plain = stream.plain
+                count = stream.receive(buffers) if plain is None else plain.recvmsg_into(buffers, 0, _DONT_WAIT)[0]
             except BlockingIOError:
                 has_bytes = False
                 continue
@@ -341,7 +355,7 @@ class SocketTransport(StreamTransport):
     ) -> int:
         """See ``StreamTransport``."""
         with self._request(f"Gather of unit {request.unit!r}", timeout_s) as connection:
-            connection.send_request(Kind.GATHER, request)
+            connection.send([encode_request(Kind.GATHER, request, timeout_s)])
             header = parse_message(connection.receive(Kind.GATHERING), shard_pb2.GatherHeader)
             target = place(header.version, header.deltas if header.HasField("deltas") else None)
             connection.receive_stream([target], nearly_done)
@@ -366,7 +380,7 @@ class SocketTransport(StreamTransport):
     ) -> shard_pb2.ReduceGradientBufferResponse:
         """See ``StreamTransport``."""
         with self._request(f"ReduceGradientBuffer of unit {request.header.unit!r}", timeout_s) as connection:
-            connection.send_request(Kind.REDUCE_GRADIENT_BUFFER, request)
+            connection.send([encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
             return parse_message(
                 connection.receive(Kind.GRADIENT_BUFFER_REDUCED), shard_pb2.ReduceGradientBufferResponse
             )
@@ -374,7 +388,7 @@ class SocketTransport(StreamTransport):
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
         """See ``StreamTransport``."""
         with self._request(f"GatherBatch of {len(request.ranges)} ranges", timeout_s) as connection:
-            connection.send_request(Kind.GATHER_BATCH, request)
+            connection.send([encode_request(Kind.GATHER_BATCH, request, timeout_s)])
             while answers.are_missing:
                 response = parse_message(connection.receive(Kind.BATCH_GATHERED), shard_pb2.GatherBatchResponse)
                 connection.receive_stream(answers.places(response))
@@ -383,7 +397,7 @@ class SocketTransport(StreamTransport):
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
         """See ``StreamTransport``."""
         with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s) as connection:
-            connection.send_request(Kind.REDUCE_BATCH, request)
+            connection.send([encode_request(Kind.REDUCE_BATCH, request, timeout_s)])
             return parse_message(connection.receive(Kind.BATCH_REDUCED), shard_pb2.ReduceBatchResponse)
 
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
@@ -391,7 +405,8 @@ class SocketTransport(StreamTransport):
         target = memoryview(bytearray(size_bytes))
         started = time.perf_counter()
         with self._request("a measurement", timeout_s) as connection:
-            connection.send_request(Kind.MEASURE, shard_pb2.MeasureTransportRequest(size_bytes=size_bytes))
+            request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes)
+            connection.send([encode_request(Kind.MEASURE, request, timeout_s)])
             connection.receive_stream([target])
         return size_bytes / (time.perf_counter() - started)
 
@@ -420,7 +435,7 @@ class SocketTransport(StreamTransport):
                 connection = self._idle.pop() if self._idle else None
             if connection is None:
                 return self._connect(timeout_s).request(what, timeout_s)
-            if connection.is_usable:
+            if not (connection.stream.is_worn_out or connection.has_input()):
                 return connection.request(what, timeout_s)
             self._discard(connection)
 

@@ -97,6 +97,8 @@ class ByteStream:
         connected: The socket. ``send`` waits if it is blocking.
     """
 
+    plain: socket.socket | None = None
+    """The socket, if its bytes are not encrypted: who receives many frames needs no function around its method."""
     buffered_bytes = 0
     """Bytes that were received from the socket, and not by the caller. 0 does not exclude a part of a record."""
     is_worn_out = False
@@ -136,7 +138,7 @@ class PlainStream(ByteStream):
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected)
-        self.send = connected.sendmsg  # without a function around it: every frame comes here
+        self.plain, self.send = connected, connected.sendmsg  # without a function: every frame comes here
 
     def receive(self, places: Sequence[memoryview]) -> int:
         """See ``ByteStream``."""
@@ -470,10 +472,39 @@ class StreamSender:
         return _HEAD.pack(_CHECKSUM.size, Kind.END) + _CHECKSUM.pack(self._hasher.intdigest())
 
 
+def stream_frames(pieces: Iterable[memoryview], total_bytes: int) -> Iterator[list[Buffer]]:
+    """Frames a whole stream without copying its bytes.
+
+    Args:
+        pieces: The stream, as consecutive buffers. Small buffers share a frame.
+        total_bytes: Size of all pieces.
+
+    Yields:
+        The buffers of each DATA frame. END is behind the last one.
+    """
+    hasher, frame, room = xxhash.xxh3_64(), list[Buffer](), 0
+    for piece in pieces:
+        rest = piece
+        while rest:
+            if not room:
+                room = min(total_bytes, DATA_BYTES)
+                frame.append(_HEAD.pack(room, Kind.DATA))
+            part, rest = rest[:room], rest[room:]
+            hasher.update(part)
+            frame.append(part)
+            room -= len(part)
+            total_bytes -= len(part)
+            if not room and total_bytes:
+                yield frame
+                frame = []
+    frame.append(_HEAD.pack(_CHECKSUM.size, Kind.END) + _CHECKSUM.pack(hasher.intdigest()))
+    yield frame
+
+
 class StreamReceiver:
     """Assigns the bytes of one stream to their targets and checks them.
 
-    The caller receives bytes into ``places()`` and reports their number to ``took``, until ``over`` is True.
+    The caller receives bytes into ``places`` and reports their number to ``took``, until ``over`` is True.
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
@@ -488,7 +519,7 @@ class StreamReceiver:
         self._targets, self._total_bytes, self._what = iter(targets), total_bytes, what
         self._kinds = (Kind.DATA, Kind.END, Kind.ERROR) if may_be_refused else (Kind.DATA, Kind.END)
         self._hasher = xxhash.xxh3_64()
-        self._places = deque[memoryview]()
+        self._frame = deque[memoryview]()
         """Memory for the missing bytes of the current DATA frame, without empty views."""
         self._rest = memoryview(b"")
         """The part of the current target that follows these bytes."""
@@ -496,6 +527,8 @@ class StreamReceiver:
         """Bytes that are not received yet: of the stream, and of the current DATA frame."""
         self._head = memoryview(bytearray(HEAD_BYTES + _CHECKSUM.size))
         self._head_bytes, self._head_wanted_bytes = 0, HEAD_BYTES
+        self.places = [self._head[:HEAD_BYTES]]
+        """Memory for the next bytes, in order. Not to be used once ``over`` is True."""
         self.over = False
         """True once the stream is complete or an ERROR frame has begun."""
         self.checksum: int | None = None
@@ -508,15 +541,8 @@ class StreamReceiver:
         """Minimum number of bytes that the caller can receive before it must call ``took``."""
         return self._missing_bytes or self._head_wanted_bytes - self._head_bytes
 
-    def places(self) -> list[memoryview]:
-        """Returns the memory for the next bytes, in order. Must not be called once ``over`` is True."""
-        head = self._head[self._head_bytes : self._head_wanted_bytes]
-        if len(self._places) < MAX_PLACES:
-            return [*self._places, head]  # the head of the next frame follows the last bytes of this frame
-        return list(islice(self._places, MAX_PLACES))
-
     def took(self, size_bytes: int) -> None:
-        """Processes bytes that the caller has received into ``places()``.
+        """Processes bytes that the caller has received into ``places``.
 
         Raises:
             InvalidRequestError: A frame has an unexpected kind.
@@ -528,52 +554,40 @@ class StreamReceiver:
         self.left_bytes -= count
         self._head_bytes += size_bytes - count
         while count:
-            place = self._places.popleft()
+            place = self._frame.popleft()
             if count < len(place):
-                self._places.appendleft(place[count:])
+                self._frame.appendleft(place[count:])
                 place = place[:count]
             self._hasher.update(place)
             count -= len(place)
         if self._head_bytes == self._head_wanted_bytes:
-            self._begin_frame()
+            size_bytes, number = _HEAD.unpack_from(self._head)
+            if number == Kind.DATA and 0 < size_bytes <= min(self.left_bytes, DATA_BYTES):
+                self._missing_bytes, self._head_bytes = size_bytes, 0
+                while size_bytes:
+                    while not self._rest:  # targets may be empty
+                        self._rest = next(self._targets)
+                    place = self._rest[:size_bytes]
+                    self._frame.append(place)
+                    self._rest = self._rest[len(place) :]
+                    size_bytes -= len(place)
+            elif number != Kind.END or size_bytes > _CHECKSUM.size:
+                self._refuse()
+            elif self._head_bytes < HEAD_BYTES + size_bytes:  # the checksum follows in the same buffer
+                self._head_wanted_bytes = HEAD_BYTES + size_bytes
+            else:
+                self._end(self._head[HEAD_BYTES : self._head_bytes])
+        if len(self._frame) < MAX_PLACES:  # the head of the next frame follows the last bytes of this frame
+            self.places = [*self._frame, self._head[self._head_bytes : self._head_wanted_bytes]]
+        else:
+            self.places = list(islice(self._frame, MAX_PLACES))
 
-    def take(self, received: memoryview) -> memoryview:
-        """Processes bytes that the caller has received elsewhere; returns those that follow the stream.
-
-        Raises the errors of ``took``.
-        """
-        while received and not self.over:
-            count = 0
-            for place in self.places():
-                part = received[count : count + len(place)]
-                place[: len(part)] = part
-                count += len(part)
-            self.took(count)
-            received = received[count:]
-        return received
-
-    def _begin_frame(self) -> None:
-        """Processes the head of a frame, and the checksum that follows the head of END in the same buffer."""
-        size_bytes, number = _HEAD.unpack_from(self._head)
-        if number == Kind.DATA and 0 < size_bytes <= min(self.left_bytes, DATA_BYTES):
-            self._missing_bytes, self._head_bytes = size_bytes, 0
-            while size_bytes:
-                while not self._rest:  # targets may be empty
-                    self._rest = next(self._targets)
-                place = self._rest[:size_bytes]
-                self._places.append(place)
-                self._rest = self._rest[len(place) :]
-                size_bytes -= len(place)
-            return
+    def _refuse(self) -> None:
+        """Ends the stream at an ERROR frame, or raises the error of a frame that does not belong to the stream."""
         kind, size_bytes = parse_head(self._head[:HEAD_BYTES], *self._kinds)
         if kind is Kind.DATA:
             raise self._misfit(size_bytes)
-        if kind is Kind.ERROR:
-            self.refusal_bytes, self.over = size_bytes, True
-        elif self._head_bytes < HEAD_BYTES + size_bytes:
-            self._head_wanted_bytes = HEAD_BYTES + size_bytes
-        else:
-            self._end(self._head[HEAD_BYTES : self._head_bytes])
+        self.refusal_bytes, self.over = size_bytes, True
 
     def _misfit(self, size_bytes: int) -> ChunkError:
         """Returns the error of a DATA frame that is empty or too long."""

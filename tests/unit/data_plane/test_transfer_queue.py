@@ -15,10 +15,24 @@ from shardwell_wire.errors import UnavailableError
 MIB = 1 << 20
 
 
+def submit(queue: TransferQueue, size_bytes: int, work: Callable[[NearlyDone], int | None]) -> Future[int]:
+    """Queues a transfer; returns the future of its result."""
+    future = Future[int]()
+
+    def ended(result: int, error: BaseException | None) -> None:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    queue.submit(size_bytes, work, ended)
+    return future
+
+
 class Transfers:
     """Transfers that the queue starts. A test reports each as nearly done, and finishes it."""
 
-    def __init__(self, queue: TransferQueue[int]) -> None:
+    def __init__(self, queue: TransferQueue) -> None:
         self.started: list[int] = []
         self._queue = queue
         self._gates: dict[int, threading.Event] = {}
@@ -36,7 +50,7 @@ class Transfers:
             assert self._gates[number].wait(20)
             return number
 
-        return self._queue.submit(size_bytes, work)
+        return submit(self._queue, size_bytes, work)
 
     def make_nearly_done(self, number: int) -> None:
         self._nearly[number]()
@@ -87,18 +101,18 @@ def test_more_small_transfers_are_active_at_once(threads: DaemonThreads) -> None
 
 
 def test_next_transfer_starts_after_a_failed_one(threads: DaemonThreads) -> None:
-    queue = TransferQueue[int](threads)
+    queue = TransferQueue(threads)
 
     def fail(_: NearlyDone) -> int:
         raise ValueError("no")
 
-    failing = [queue.submit(100 * MIB, fail) for _ in range(5)]
-    assert queue.submit(100 * MIB, lambda _: 7).result(20) == 7
+    failing = [submit(queue, 100 * MIB, fail) for _ in range(5)]
+    assert submit(queue, 100 * MIB, lambda _: 7).result(20) == 7
     assert all(isinstance(future.exception(20), ValueError) for future in failing)
 
 
 def test_close_fails_only_waiting_transfers(threads: DaemonThreads) -> None:
-    queue = TransferQueue[int](threads)
+    queue = TransferQueue(threads)
     transfers = Transfers(queue)
     asked = [transfers.ask(number, 100 * MIB) for number in range(4)]
     transfers.await_started(0, 1)
@@ -109,7 +123,7 @@ def test_close_fails_only_waiting_transfers(threads: DaemonThreads) -> None:
     assert [future.result(20) for future in asked[:2]] == [0, 1]
     assert sorted(transfers.started) == [0, 1]
     with pytest.raises(UnavailableError):
-        queue.submit(1, lambda _: 0)
+        submit(queue, 1, lambda _: 0)
 
 
 def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
@@ -122,15 +136,15 @@ def test_concurrent_submit_does_not_overtake_a_starting_transfer() -> None:
 
         def start(self, function: Callable[[], None]) -> None:
             if self.other is None:
-                self.other = threading.Thread(target=queue.submit, args=(0, lambda _: started.append(1)))
+                self.other = threading.Thread(target=submit, args=(queue, 0, lambda _: started.append(1)))
                 self.other.start()
                 # The other submission must wait, so this join is expected to time out.
                 self.other.join(0.2)
             super().start(function)
 
     with Threads(1, "test") as threads:
-        queue = TransferQueue[None](threads)
-        queue.submit(0, lambda _: started.append(0))
+        queue = TransferQueue(threads)
+        submit(queue, 0, lambda _: started.append(0))
         assert threads.other is not None
         threads.other.join(20)
     assert started == [0, 1]

@@ -108,11 +108,11 @@ def test_interrupted_gather_returns_after_its_last_write(client: FakeServer, mon
         TransferQueue.submit,
     )
 
-    def interrupted(queue: TransferQueue[int], size_bytes: int, work: Any) -> Future[int]:
+    def interrupted(queue: TransferQueue, size_bytes: int, work: Any, ended: Any) -> None:
         # Interrupts the submission of the second shard, when the first shard's transfer is in flight.
         if size_bytes != CUT:
             raise KeyboardInterrupt
-        return submit(queue, size_bytes, work)
+        submit(queue, size_bytes, work, ended)
 
     def gather() -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -223,10 +223,10 @@ def test_drain_does_not_wait_for_an_interrupted_push(
 ) -> None:
     prepare_push = RemoteShard.prepare_push
 
-    def interrupt(shard: RemoteShard, *arguments: Any) -> Callable[..., None]:
+    def interrupt(shard: RemoteShard, **arguments: Any) -> Callable[..., None]:
         if shard.start_bytes not in started:
             raise KeyboardInterrupt
-        return prepare_push(shard, *arguments)
+        return prepare_push(shard, **arguments)
 
     monkeypatch.setattr(RemoteShard, "prepare_push", interrupt)
     pushes = Pushes(TrafficStats(), push_bytes=1)

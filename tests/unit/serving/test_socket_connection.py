@@ -104,7 +104,7 @@ def receive(peer: socket.socket, target: memoryview) -> tuple[bytes, memoryview]
     response = exactly(count)
     receiver = StreamReceiver([target], len(target), "a group", may_be_refused=True)
     while not receiver.over:
-        count, *_ = peer.recvmsg_into(receiver.places())
+        count, *_ = peer.recvmsg_into(receiver.places)
         assert count
         receiver.took(count)
     if receiver.refusal_bytes is not None:

@@ -83,7 +83,7 @@ class Stream:
     def feed(self, sent: bytes) -> bytes:
         """Passes bytes until the stream is over. Returns the remaining bytes."""
         while sent and not self.receiver.over:
-            places = self.receiver.places()
+            places = self.receiver.places
             assert all(places), (
                 "a receive into an empty buffer returns 0 bytes, which would be mistaken for the end of the connection"
             )

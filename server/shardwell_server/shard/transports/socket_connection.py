@@ -147,7 +147,7 @@ class ReceiveStreamTransfer:
         return 0 if self._receiver.over else self._receiver.wanted_bytes
 
     def move(self) -> int:
-        received = self._stream.receive(self._receiver.places())
+        received = self._stream.receive(self._receiver.places)
         if not received:
             raise PeerClosedError
         self._receiver.took(received)
