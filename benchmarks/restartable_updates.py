@@ -12,16 +12,14 @@ import asyncio
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 import torch
 
-from benchmarks.server_optimizer import ServedShard, to_step
+from benchmarks.server_optimizer import ServedShard, timed_threads, to_step
 from shardwell_server.optimizer_checks import allocation_key
 from shardwell_server.shard.arithmetic.update_pieces import SLICE_BYTES
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
@@ -29,30 +27,19 @@ from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.unit_shard import StepUpdate
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 
-Result = TypeVar("Result")
 OWNER = FolderOwner(server_id="benchmark", coordinator="none")
 
 
 async def update(served: ServedShard, store: ShardStore, step: int, algorithm: str, clip: float) -> float:
     """Reduces a gradient and updates the shard; returns the CPU seconds of the update."""
     await served.reduce()
-    await served.shard.record_prepared(store.in_thread)
-    optimizer, seconds = to_step(algorithm), 0.0
-
-    async def in_thread(work: Callable[[], Result], /) -> Result:
-        def timed() -> Result:
-            nonlocal seconds
-            started = time.thread_time()
-            result = work()
-            seconds += time.thread_time() - started
-            return result
-
-        return await store.in_thread(timed)
-
+    await served.shard.record_prepared()
+    optimizer = to_step(algorithm)
     update = StepUpdate(step, optimizer, {served.shard.index: [0]}, allocation_key(optimizer), clip)
-    await served.shard.prepare_update(store.in_thread, update)
-    await served.shard.update(in_thread, update)
-    return seconds
+    await served.shard.prepare_update(update)
+    with timed_threads(store.memory, time.thread_time) as seconds:
+        await served.shard.update(update)
+    return sum(seconds)
 
 
 def copy(served: ServedShard, area: torch.Tensor) -> float:

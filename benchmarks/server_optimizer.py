@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.report import Chart, Report, Summary, ratio, summarize, to_table
 from shardwell_server.optimizer_checks import allocation_key
+from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_server.shard.state.shard_store import ShardStore, named_identity
@@ -56,7 +58,7 @@ class ServedShard:
 
     def __init__(self, store: ShardStore, elements: int) -> None:
         layout = UnitLayout(f"{elements}", (Parameter("weight", (elements // ROW, ROW), "float32"),))
-        self._in_thread = store.in_thread
+        self._memory = store.memory
         self.shard = store.reserve(
             ShardSpec(
                 run=named_identity(RUN),
@@ -86,28 +88,19 @@ class ServedShard:
             self.shard.gradient.contributions.by_rank[rank] = Contribution(
                 0, 0, pushed.view(torch.uint8), [pushed], lambda: None, present={0}, checksums=[None]
             )
-        gradient = (await self.shard.gradient.reduce(self._in_thread)).gradients[0]
+        gradient = (await self.shard.gradient.reduce()).gradients[0]
         assert gradient is not None
         return gradient
 
     async def update(self, algorithm: str, clip: float) -> float:
         """Updates to the next version. Returns the seconds of tensor work in its thread."""
-        step, seconds = to_step(algorithm), [0.0]
-
-        async def in_thread(work: Callable[[], Result], /) -> Result:
-            def timed_work() -> Result:
-                started = time.perf_counter()
-                result = work()
-                seconds[0] += time.perf_counter() - started
-                return result
-
-            return await self._in_thread(timed_work)
-
+        step = to_step(algorithm)
         update = StepUpdate(self._step, step, {self.shard.index: [0]}, allocation_key(step), clip)
         self.shard.check_update(update)
-        await self.shard.update(in_thread, update)
+        with timed_threads(self._memory, time.perf_counter) as seconds:
+            await self.shard.update(update)
         self._step += 1
-        return seconds[0]
+        return sum(seconds)
 
     def kernel(self, gradient: Tensor) -> None:
         """Runs torch's fused AdamW kernel alone on the shard's values and state."""
@@ -118,6 +111,25 @@ class ServedShard:
         torch._fused_adamw_(
             [values], [gradient], averages, squares, [], [state["step"]], **ADAMW, amsgrad=False, maximize=False
         )
+
+
+@contextmanager
+def timed_threads(memory: Memory, clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Records the durations of a server's tensor work that runs in threads while the block runs, by a clock."""
+    seconds: list[float] = []
+    in_thread = memory.in_thread
+
+    async def timed(work: Callable[[], Any]) -> Any:
+        def timed_work() -> Any:
+            started = clock()
+            result = work()
+            seconds.append(clock() - started)
+            return result
+
+        return await in_thread(timed_work)
+
+    with mock.patch.object(memory, "in_thread", timed):
+        yield seconds
 
 
 def to_step(algorithm: str) -> common_pb2.OptimizerStep:

@@ -153,15 +153,15 @@ class Server:
         update = shard_pb2.UpdateRequest(context=context, optimizer=self._optimizer, clip_coefficient=1.0)
         times.push.append(await _cpu_ms(lambda: self._push(batches)))
         times.reduce.append(await _cpu_ms(reduce))
-        run, in_thread = self._run, self._store.in_thread
+        run = self._run
 
         async def prepare_step() -> None:
             async with run.exclusively():
-                await steps.prepare(run, in_thread, prepare, self._replicator)
+                await steps.prepare(run, prepare, self._replicator)
 
         async def update_step() -> None:
             async with run.exclusively():
-                await steps.update(run, in_thread, update)
+                await steps.update(run, update)
 
         times.prepare.append(await _cpu_ms(prepare_step))
         times.update.append(await _cpu_ms(update_step))

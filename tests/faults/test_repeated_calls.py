@@ -28,7 +28,7 @@ from shardwell.transport.call_connection import CallConnections
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server import in_process
 from shardwell_server.coordinator import command, coordinator
-from shardwell_server.coordinator.servers.shard_client import CallLine, GrpcShardCalls
+from shardwell_server.coordinator.servers.shard_client import CallLine, ShardCalls
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_wire import fault_points
@@ -206,7 +206,7 @@ class Cluster:
 def running(patched: pytest.MonkeyPatch, *, breaks: bool) -> Iterator[Cluster]:
     """Runs a cluster of three servers. Broken call connections are replaced at once."""
     servers, start, coordinators = list[CallServer](), CallServer.start, list[coordinator.Coordinator]()
-    use_calls, call_line, offers = GrpcShardCalls.use_calls, GrpcShardCalls._call_line, dict[str, Any]()
+    use_calls, call_line, offers = ShardCalls.use_calls, ShardCalls._call_line, dict[str, Any]()
 
     async def observed_start(self: CallServer, *arguments: Any, **options: Any) -> None:
         servers.append(self)
@@ -217,11 +217,11 @@ def running(patched: pytest.MonkeyPatch, *, breaks: bool) -> Iterator[Cluster]:
             super().__init__(*arguments)
             coordinators.append(self)
 
-    async def observed_use(self: GrpcShardCalls, address: str, calls: common_pb2.CallPort) -> None:
+    async def observed_use(self: ShardCalls, address: str, calls: common_pb2.CallPort) -> None:
         offers[address] = calls
         await use_calls(self, address, calls)
 
-    async def replaced_line(self: GrpcShardCalls, line: CallLine, rpc_name: str, request: Any) -> Any:
+    async def replaced_line(self: ShardCalls, line: CallLine, rpc_name: str, request: Any) -> Any:
         try:
             return await call_line(self, line, rpc_name, request)
         except CallConnectionError:
@@ -232,8 +232,8 @@ def running(patched: pytest.MonkeyPatch, *, breaks: bool) -> Iterator[Cluster]:
 
     patched.setattr(CallServer, "start", observed_start)
     patched.setattr(command, "Coordinator", ObservedCoordinator)
-    patched.setattr(GrpcShardCalls, "use_calls", observed_use)
-    patched.setattr(GrpcShardCalls, "_call_line", replaced_line)
+    patched.setattr(ShardCalls, "use_calls", observed_use)
+    patched.setattr(ShardCalls, "_call_line", replaced_line)
     patched.setattr(CallConnections, "start", CallConnections.connect)
     with shardwell.testing.in_process_cluster(3, dp=DP) as address:
         cluster = Cluster(address, servers, coordinators)

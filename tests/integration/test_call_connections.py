@@ -21,7 +21,7 @@ import shardwell.testing
 from shardwell.transport import call_connection
 from shardwell.transport.call_connection import CallConnection, CallConnections
 from shardwell.transport.service_client import CoordinatorClient
-from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, CallLine, GrpcShardCalls
+from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, CallLine, ShardCalls
 from shardwell_server.serving import call_server
 from shardwell_server.serving.authentication import check_caller
 from shardwell_server.serving.authorization import CALLER
@@ -289,7 +289,7 @@ def test_port_that_does_not_exist_is_not_used(caplog: pytest.LogCaptureFixture) 
     found = CallConnections(ADDRESS, "the server")
     found.connect(offer)
     assert call(found, LIST_RUNS, b"x") is None
-    calls = GrpcShardCalls()
+    calls = ShardCalls()
     asyncio.run(calls.use_calls(ADDRESS, offer))
 
 
@@ -565,7 +565,7 @@ def test_request_that_is_too_large_goes_over_grpc(served: Served, monkeypatch: p
     small, large = shard_pb2.DescribeServerRequest(), shard_pb2.PinVersionRequest(run="r" * 1000)
 
     async def ask() -> None:
-        calls = GrpcShardCalls()
+        calls = ShardCalls()
         await calls.use_calls(ADDRESS, served.offer)
         for _ in range(2):
             with pytest.raises(InvalidRequestError, match="this server has no such unary rpc"):
@@ -584,7 +584,7 @@ def test_repetition_has_the_rest_of_the_coordinators_time(served: Served) -> Non
         limits.append(timeout)
 
     async def ask() -> None:
-        calls = GrpcShardCalls()
+        calls = ShardCalls()
         await calls.use_calls(ADDRESS, served.offer)
         calls._stubs[ADDRESS, "DescribeStep"] = answer
         breaking.start()

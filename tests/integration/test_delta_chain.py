@@ -166,8 +166,7 @@ def test_slow_reader_of_the_newest_version_finishes_evicted_deltas(server: Shard
 
     async def read() -> tuple[VersionBytes, EncodedStream]:
         _, source = await one.shard.values.read(missed, 1.0)
-        in_thread = server.store.in_thread
-        return source, await one.shard.encoded.read(BFLOAT16, source, in_thread, wait_s=1.0, what="", base=slow.base)
+        return source, await one.shard.encoded.read(BFLOAT16, source, wait_s=1.0, what="", base=slow.base)
 
     source, read_stream = server.evaluate_async(read)
     assert read_stream.deltas is not None and len(read_stream.deltas.sizes_bytes) == missed

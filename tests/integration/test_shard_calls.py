@@ -14,7 +14,7 @@ import pytest
 
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell_server.coordinator.servers.cluster import Server
-from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
+from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_wire.errors import NotFoundError, UnavailableError
 from shardwell_wire.model.names import RunIdentity
 from tests.support.shard_server import ShardServer, shared_loop
@@ -22,7 +22,7 @@ from tests.support.shard_server import ShardServer, shared_loop
 
 def is_running(address: str, server_id: str = "s", incarnation: str = "1", process: str = "") -> bool:
     async def ask() -> bool:
-        calls = GrpcShardCalls()
+        calls = ShardCalls()
         try:
             return await calls.is_running(Server(server_id, address, incarnation, 1, 1, 0.0, process))
         finally:

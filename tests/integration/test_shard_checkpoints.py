@@ -29,6 +29,7 @@ from shardwell_wire.errors import CorruptDataError, NotFoundError, StaleEpochErr
 from shardwell_wire.host.server_folders import FolderOwner
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import shard_pb2
+from tests.support.cut_states import restrict
 from tests.support.shard_server import OneUnit, ShardServer, error_of, in_background, layout_of
 
 LAYOUT = layout_of(large=((300, 400), "float32"), odd=((17, 3), "float32"), small=((5,), "float64"))
@@ -338,7 +339,7 @@ def test_loading_for_other_cuts_and_going_on_gives_the_same_bits(
 def _restricted(unit: OneUnit, start: int, stop: int) -> dict[str, torch.Tensor]:
     from shardwell_server.shard.unit.portable_state import export
 
-    return {name: each.clone() for name, each in export(unit.shard).restrict(start, stop).tensors()}
+    return {name: each.clone() for name, each in restrict(export(unit.shard), start, stop).tensors()}
 
 
 def test_loaded_shards_can_be_taken_up_by_the_next_process(server: ShardServer, folder: Path, tmp_path: Path) -> None:

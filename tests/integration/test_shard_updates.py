@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -165,16 +166,15 @@ def test_update_without_threads_changes_nothing(server: ShardServer) -> None:
     one = unit(server)
     one.push(one.filled(1.0))
     one.prepare(0)
-    values, in_thread = one.shard.values, server.store.in_thread
+    values, threads = one.shard.values, server.store.memory.threads
+    closed = ThreadPoolExecutor(1)
+    closed.shutdown()
     pinned = server.evaluate_async(lambda: values.pin(0, 1.0))
 
-    async def no_thread(_: object) -> Any:
-        raise RuntimeError("cannot schedule new futures after shutdown")
-
-    server.evaluate(lambda: setattr(server.store, "in_thread", no_thread))
+    server.evaluate(lambda: setattr(server.store.memory, "threads", closed))
     assert isinstance(error_of(lambda: one.update(0)), InternalError)
     assert_all(one.gather(0)[1], 0.0)
-    server.evaluate(lambda: setattr(server.store, "in_thread", in_thread))
+    server.evaluate(lambda: setattr(server.store.memory, "threads", threads))
     one.update(0)
     assert_all(one.gather(0)[1], 0.0)
     assert_all(one.gather(1)[1], -1.0)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
-from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
+from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.shard.process.registration import Registration
@@ -90,7 +90,7 @@ class CoordinatorNode(Node):
 
     async def main(self) -> None:
         loop = asyncio.get_running_loop()
-        storage, calls = Storage(DISK), GrpcShardCalls()
+        storage, calls = Storage(DISK), ShardCalls()
         settings = Settings(lease_s=LEASE_S, min_servers=2, min_shard_bytes=4096)
         self.coordinator = await Coordinator.load(
             settings, storage, calls, clock=loop.time, wall_clock=lambda: 1e9 + loop.time() + self.clock_offset_s

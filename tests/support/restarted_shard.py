@@ -118,7 +118,7 @@ class Program:
         prepare = shard_pb2.PrepareStepRequest(
             context=context, ranks=ranks, dp=self.dp, optimizer=self.optimizer_of(step)
         )
-        answer = await steps.prepare(run, store.in_thread, prepare, Replicator(store, GrpcPeers()))
+        answer = await steps.prepare(run, prepare, Replicator(store, GrpcPeers()))
         assert answer.update_ready
         (self.folder / "committed").write_text(str(step))
         await self.update(run, store, step)
@@ -152,7 +152,7 @@ class Program:
     async def update(self, run: HostedRun, store: ShardStore, step: int) -> None:
         context = common_pb2.RequestContext(step=step)
         request = shard_pb2.UpdateRequest(context=context, optimizer=self.optimizer_of(step), clip_coefficient=0.5)
-        assert (await steps.update(run, store.in_thread, request)).version == step + 1
+        assert (await steps.update(run, request)).version == step + 1
 
     def committed(self) -> int:
         file = self.folder / "committed"

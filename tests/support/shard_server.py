@@ -24,10 +24,9 @@ from shardwell_server.serving.rpc import add_service
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers
-from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.servicer import ShardServicer, offered_transports
 from shardwell_server.shard.state.runs import CoordinatorTerm
 from shardwell_server.shard.state.shard_store import ShardStore
-from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
 from shardwell_server.shard.unit.unit_shard import UnitShard
@@ -91,8 +90,7 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        resources = TransportResources(store=self.store, host="127.0.0.1", shared=self._shared, tls=self._tls)
-        transports = build_transports("here", resources)
+        transports = offered_transports("here", self.store, "127.0.0.1", self._shared, self._tls)
         self.sockets = transports.find(SocketTransport)
         if self._shared is not None:
             self.shm = transports.find(ShmTransport)

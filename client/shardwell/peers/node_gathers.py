@@ -49,7 +49,7 @@ class NodeGathers:
         self.shared_bytes = 0
         """Bytes received from other members."""
         self._group, self._fetches = group, fetches
-        self._rounds = NodeRounds(group, name="gather", alone="fetches whole units", patience_s=patience_s)
+        self._rounds = NodeRounds(group, patience_s=patience_s)
         self._jobs: queue.SimpleQueue[_SharedGather | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._exchange_in_order, name="shardwell-node", daemon=True)
         self._thread.start()

@@ -26,11 +26,11 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,32 +49,17 @@ PATIENCE_S = 5.0
 MAX_FAILURES = 3
 """Consecutive versions with a cancelled round after which the group is disabled."""
 
-_AFTER_ALL = 1 << 62
-"""Number of a round after all rounds of a version."""
-
-
-class Members(Protocol):
-    """The members, which decide together whether a round takes place. See ``NodeRendezvous``."""
-
-    def decide(self, this_round: Round, unit: int, patience_s: float) -> Outcome: ...
-
-    def cancel(self, this_round: Round) -> Outcome: ...
-
-    def leave(self) -> None: ...
-
 
 class NodeRounds:
     """The rounds of one member. See Note: [Order of rounds].
 
     Args:
-        members: The members of the group.
-        name: What a round exchanges, for log lines.
-        alone: What a trainer does without the group, for log lines.
+        group: The group, whose members decide together whether a round takes place.
         patience_s: How long to wait for live members.
     """
 
-    def __init__(self, members: Members, *, name: str, alone: str, patience_s: float = PATIENCE_S) -> None:
-        self._members, self._name, self._alone, self._patience_s = members, name, alone, patience_s
+    def __init__(self, group: NodeGroup, *, patience_s: float = PATIENCE_S) -> None:
+        self._group, self._patience_s = group, patience_s
         self._last = Round(-1, 0)
         self._separate_version, self._num_failures = -1, 0
         """The last version with a cancelled round, and the number of such versions in a row."""
@@ -100,7 +85,7 @@ class NodeRounds:
         if self.is_closed(this_round.version):
             return False
         try:
-            if self._members.decide(this_round, unit, self._patience_s) is Outcome.EXCHANGE:
+            if self._group.rendezvous.decide(this_round, unit, self._patience_s) is Outcome.EXCHANGE:
                 return True
         except BaseException as error:
             self.leave(error)
@@ -116,22 +101,17 @@ class NodeRounds:
         """
         self._separate_version = this_round.version
         try:
-            self._members.cancel(this_round)
+            self._group.rendezvous.cancel(this_round)
         except OSError as error:
             self.leave(error)
-
-    def skip(self, version: int) -> None:
-        """Works alone for the rest of a version. Called in any thread."""
-        if not self.is_closed(version):
-            self.cancel(Round(version, _AFTER_ALL))
 
     def leave(self, reason: BaseException | str) -> None:
         """Leaves the group for good."""
         if not self.left:
             self.left = True
             why = str(reason).partition("\n")[0] or type(reason).__name__
-            logger.warning("node group: this trainer %s from now on: %s", self._alone, why)
-            self._members.leave()
+            logger.warning("node group: this trainer fetches whole units from now on: %s", why)
+            self._group.leave()
 
     def _separate(self, this_round: Round) -> None:
         """Works alone for the rest of the version, and for good after ``MAX_FAILURES``."""
@@ -144,13 +124,11 @@ class NodeRounds:
             )
             return
         logger.warning(
-            "node group: %s %d of step %d was cancelled: the trainers of this node asked for different units, or one "
-            "did not arrive within %.0f s; each of them %s for the rest of the step",
-            self._name,
+            "node group: gather %d of step %d was cancelled: the trainers of this node asked for different units, or "
+            "one did not arrive within %.0f s; each of them fetches whole units for the rest of the step",
             this_round.number,
             version,
             self._patience_s,
-            self._alone,
         )
 
 
@@ -298,22 +276,6 @@ class NodeRendezvous:
                 record.exchanged_version, record.exchanged_count = this_round.version, this_round.number + 1
         return self._await(this_round, patience_s)
 
-    def wait_for(self, condition: Callable[[], bool], limit_s: float) -> bool:
-        """Waits until a condition is true that other members make true; returns False after ``limit_s``.
-
-        Raises:
-            MemberGoneError: A member is gone.
-        """
-        checked = time.monotonic()
-        for _ in polls(limit_s, self._closed):
-            if condition():
-                return True
-            if time.monotonic() - checked > _LIVENESS_INTERVAL_S:
-                checked = time.monotonic()
-                self._require_all()
-        self._require_all()
-        return condition()
-
     def _require_all(self) -> None:
         if self._closed.is_set():
             raise MemberGoneError("this trainer left")
@@ -424,15 +386,10 @@ class NodeGroup:
 
     def __init__(self, rendezvous: NodeRendezvous, backend: str, store: Store, *, rank: int, size: int) -> None:
         self.device_type = BACKENDS[backend]
-        self._rendezvous, self._rank, self._size = rendezvous, rank, size
+        self.rendezvous, self._rank, self._size = rendezvous, rank, size
         store = PrefixStore(backend, store)
         # A bare backend, because a ProcessGroup would become the default group of the process, which is the user's.
         self._backend: Any = _gloo(store, rank, size) if backend == "gloo" else _nccl(store, rank, size)
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return self._size
 
     def part(self, size_bytes: int) -> tuple[int, int] | None:
         """Returns the half-open range of a vector that this member contributes; None if the vector is too small."""
@@ -441,14 +398,6 @@ class NodeGroup:
             return None
         last = self._rank == self._size - 1
         return self._rank * body, size_bytes if last else (self._rank + 1) * body
-
-    def decide(self, this_round: Round, unit: int, patience_s: float) -> Outcome:
-        """See ``NodeRendezvous.decide``."""
-        return self._rendezvous.decide(this_round, unit, patience_s)
-
-    def cancel(self, this_round: Round) -> Outcome:
-        """See ``NodeRendezvous.cancel``."""
-        return self._rendezvous.cancel(this_round)
 
     def exchange(self, vector: torch.Tensor) -> None:
         """Distributes every member's part to all members. Blocks on a CPU. Runs in the current stream on a GPU.
@@ -477,11 +426,11 @@ class NodeGroup:
     def close(self) -> None:
         """Leaves the group and releases the shared folder. Harmless to repeat."""
         self.leave()
-        self._rendezvous.close()
+        self.rendezvous.close()
 
     def leave(self) -> None:
         """Aborts an exchange in flight and ends the membership. Harmless to repeat."""
-        self._rendezvous.leave()
+        self.rendezvous.leave()
         backend, self._backend = self._backend, None
         if backend is not None and self.device_type == "cuda":
             backend.abort()

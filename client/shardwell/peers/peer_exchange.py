@@ -5,6 +5,11 @@ one. The accepting trainer answers with one byte. Then both sides send frames: s
 little-endian), body, XXH3-64 of the body (8 bytes). A body is a ``_Header``, the indices of the parameters that have a
 gradient, and the segments that the receiver adds, each aligned to 8 bytes.
 
+Note: [Rounds of an exchange]
+    A round exchanges the gradients of one unit. It takes place for all members or for none: a member adds its shards
+    only if the gradients of all members are there, and all members see that alike. If a round does not take place, each
+    member pushes its own gradient to all shards.
+
 Note: [Frames between trainers]
     Every member sends the same sequence of frames to all others: one for each gradient that it shows, and one for each
     version in which it shows no more. A round has one frame of each member. If all frames of a round are for the same
@@ -17,7 +22,7 @@ Note: [Frames between trainers]
     the memory for frames that arrive early.
 
     It is unknown whether a lost member has sent its last frames to all others. The attempts of all members are then
-    void. See Note: [Sums among trainers] in ``gradient_sums.py``.
+    void. See Note: [Sums among trainers] in ``store/sums.py``.
 
 Note: [Connections instead of torch.distributed]
     A collective begins when its last member starts it, so a member that is ahead could not send while the others
@@ -48,7 +53,6 @@ import torch
 import xxhash
 
 from shardwell.data_plane.shard import RemoteUnit
-from shardwell.peers.gradient_sums import ReceivedGradient, Shown, WholeGradient, adder_of, after
 from shardwell.peers.node_group import MAX_FAILURES, MemberGoneError, Round
 from shardwell_wire.connection.socket_frames import set_options, unsent
 from shardwell_wire.encoding.chunk_streams import Buffer, memory_at
@@ -110,8 +114,83 @@ class _Frame:
     """The frames of all members in the round, with None for this one. Empty: the round does not take place."""
 
 
+@dataclass(frozen=True, slots=True)
+class WholeGradient:
+    """The gradient of one unit of one member."""
+
+    epoch: int
+    """Epoch of the lease on the member's work item."""
+    lease_proof: bytes
+    """Proves this lease to shard servers. Zeros: the cluster has no key."""
+    attempt: int
+    """Attempt at the work item."""
+    cuts: int
+    """Identifies how the unit is cut into shards. Members with different cuts cannot share the work."""
+    flats: Mapping[int, torch.Tensor]
+    """Flattened gradients by parameter index. Each [numel]."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Parameters that have a gradient, by rising index."""
+        return tuple(sorted(self.flats))
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        """Returns the gradient of a segment. None: its parameter has none. [numel]"""
+        flat = self.flats.get(segment.parameter_index)
+        return None if flat is None else flat[segment.start_element : segment.stop_element]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedGradient:
+    """The parts of another member's gradient that this trainer adds. The fields are those of ``WholeGradient``."""
+
+    epoch: int
+    lease_proof: bytes
+    attempt: int
+    cuts: int
+    indices: tuple[int, ...]
+    parts: Mapping[tuple[int, int], torch.Tensor]
+    """Segments by parameter and first element. Each [numel]."""
+
+    def part(self, segment: Segment) -> torch.Tensor | None:
+        """See ``WholeGradient.part``."""
+        return self.parts.get((segment.parameter_index, segment.start_element))
+
+
+Shown = WholeGradient | ReceivedGradient
+"""The gradient that one member shows to the others."""
+
+
+def adder_of(unit: RemoteUnit, number: int, num_members: int) -> int:
+    """Returns the member that adds and pushes a shard. The members take turns, also from unit to unit."""
+    return (unit.index * len(unit.shards) + number) % num_members
+
+
+def cuts_of(unit: RemoteUnit) -> int:
+    """Returns a number that differs for different ranges of shards, with the bits of a positive int64."""
+    return hash(tuple((shard.start_bytes, shard.stop_bytes) for shard in unit.shards)) & ((1 << 62) - 1)
+
+
+def after(count: int, action: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls ``action`` when it is called for the ``count``-th time, in any thread."""
+    lock, missing = threading.Lock(), count
+
+    def call() -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            if missing:
+                return
+        action()
+
+    return call
+
+
 class PeerExchange:
-    """An ``Exchange`` over TCP. See Note: [Frames between trainers].
+    """One member's view of the exchange, over TCP. See Note: [Rounds of an exchange].
+
+    ``collect`` is called by the thread that adds, ``leave`` by any thread, and the other public methods by the training
+    thread.
 
     Args:
         connected: Connections to the other members, by position. Closed with this object.
@@ -151,13 +230,13 @@ class PeerExchange:
 
     @property
     def active(self) -> bool:
-        """See ``Exchange``."""
+        """False if this trainer has left the group for good."""
         return not self._left
 
     # ---- the training thread ----
 
     def start_round(self, version: int) -> Round | None:
-        """See ``Exchange``."""
+        """Starts the next round of a version. None: this trainer pushes its own gradient."""
         with self._changed:
             if self._version != version:
                 self._version, self._count = version, 0
@@ -176,7 +255,15 @@ class PeerExchange:
         copied: Callable[[], None],
         sent: Callable[[], None],
     ) -> None:
-        """See ``Exchange``."""
+        """Starts to show this trainer's gradient to the others. Does not wait.
+
+        Args:
+            this_round: The result of ``start_round``.
+            unit: The unit.
+            own: The gradient.
+            copied: Waits until the gradient is complete.
+            sent: Called once, in any thread, when the gradient is not read any more by this method's work.
+        """
         indices = own.indices
         header = _Header(
             this_round.version, unit.index, own.epoch, own.attempt, own.cuts, len(indices), own.lease_proof
@@ -188,12 +275,11 @@ class PeerExchange:
                 link.send(partial(self._body, frame, unit, own, copied, other), done)
             self._note_frame(self._position, frame)
 
-    def skip(self, version: int) -> None:
-        """See ``Exchange``. Gradients that were offered are still sent, and their rounds take place."""
-        self.finish_version(version)
-
     def finish_version(self, version: int) -> None:
-        """See ``Exchange``."""
+        """Called when this trainer shows no more gradients of a version. The other members expect no more.
+
+        Gradients that were offered are still sent, and their rounds take place.
+        """
         with self._changed:
             self._end_version(version)
 
@@ -229,7 +315,20 @@ class PeerExchange:
     def collect(
         self, this_round: Round, unit: RemoteUnit, own: WholeGradient, is_over: Callable[[], bool]
     ) -> Sequence[Shown] | None:
-        """See ``Exchange``."""
+        """Waits for the gradients of all members; returns them in the order of the members.
+
+        Args:
+            this_round: The round that was offered.
+            unit: The unit.
+            own: This trainer's gradient, which is complete.
+            is_over: Returns True if the gradient does not count any more.
+
+        Returns:
+            None: the round does not take place.
+
+        Raises:
+            Exception: A member is gone. It is unknown whether the round takes place for the others.
+        """
         with self._changed:
             frame = self._offered.pop(this_round)
         deadline = time.monotonic() + self._wait_limit_s
@@ -338,7 +437,7 @@ class PeerExchange:
             self._changed.notify_all()
 
     def leave(self, reason: BaseException | str) -> None:
-        """See ``Exchange``."""
+        """Leaves the group for good."""
         with self._changed:
             self._leave(reason)
 
@@ -350,13 +449,13 @@ class PeerExchange:
             self._end_version(_FOR_GOOD)
 
     def stop(self) -> None:
-        """See ``Exchange``."""
+        """Leaves the group at the end of the session. ``collect`` returns or raises soon."""
         with self._changed:
             self._stopped = self._left = True
             self._end_version(_FOR_GOOD)
 
     def close(self) -> None:
-        """See ``Exchange``."""
+        """Releases memory and connections. Called after ``stop``, when ``collect`` is not called any more."""
         for link in self._links.values():
             link.close()
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -40,8 +39,6 @@ from shardwell_wire.encoding import wire_dtypes
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UsageError, VersionGoneError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

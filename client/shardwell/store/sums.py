@@ -1,4 +1,4 @@
-"""Which gradients are added among trainers before they are pushed: by which trainers, of which units and work items.
+"""Gradients that trainers add before they push them: by which trainers, of which units and work items.
 
 Note: [Choice of a route]
     With ``gradient_reduction="adaptive"``, a trainer chooses the route whose busiest network link carries the fewest
@@ -7,36 +7,58 @@ Note: [Choice of a route]
 
     The rule assumes links of equal speed, and shard servers on hosts of their own. For each route, it counts the bytes
     that leave or reach the busiest host, in multiples of the unit's size. A tie goes to the route with fewer hops.
+
+Note: [Sums among trainers]
+    The trainers of a reduction group show each other the gradient of a unit. Each of them adds the gradients of all
+    members, in the order of the run, for its shards of the unit, and pushes the sum as the contribution of all members.
+    The members thus push one gradient together instead of one each, with the bits that the servers would have computed.
+    If the members do not agree on a round, each of them pushes its own gradient to all shards. See Note: [Rounds of an
+    exchange].
+
+    A sum is void when one of its ranks starts another attempt, because a gradient cannot be taken out of it. See Note:
+    [Sums of items] in ``coordinator/steps/step.py``. Later attempts push their own gradients.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from shardwell.data_plane.push import Excuse, Pushes
-from shardwell.data_plane.shard import RelayedPush, RemoteUnit
+from shardwell.data_plane.shard import RelayedPush, RemoteShard, RemoteUnit
 from shardwell.grid.replica import RENDEZVOUS_LIMIT_S, NodeMembers, key_of
 from shardwell.membership.membership import Membership
+from shardwell.memory.buffers import BufferPool
 from shardwell.options import ADAPTIVE, JoinConfig
-from shardwell.peers.gradient_sums import GradientSums
-from shardwell.peers.node_group import MemberGoneError
-from shardwell.peers.peer_exchange import Listener, PeerAddress, PeerExchange
+from shardwell.peers.node_group import MemberGoneError, Round
+from shardwell.peers.peer_exchange import (
+    Listener,
+    PeerAddress,
+    PeerExchange,
+    Shown,
+    WholeGradient,
+    adder_of,
+    after,
+    cuts_of,
+)
 from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
 from shardwell.store.host_relay import HostRelay
 from shardwell.transport.base import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES, PartHeader
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError, UsageError
-from shardwell_wire.model.sum_order import SumOrder
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.model.layout import Segment
+from shardwell_wire.model.sum_order import Scratch, SumOrder
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +116,7 @@ class GradientGroups:
             logger.warning("gradient group: every trainer of the run pushes its own gradients: %s", reason)
             return None
         logger.info("gradient group: logical ranks %s add their gradients (%s)", list(ranks), ALLREDUCE)
-        return GradientSums(ALLREDUCE, exchange, ranks, named.position, self.order, self._pushes)
+        return GradientSums(exchange, ranks, named.position, self.order, self._pushes)
 
     @property
     def _own(self) -> int:
@@ -255,6 +277,210 @@ def _largest_share(unit: RemoteUnit) -> float:
     return max(owned.values()) / unit.layout.size_bytes
 
 
+_CLOSE_LIMIT_S = 5.0
+_IDLE_BYTES = 64 << 20
+_SLICE_NUMEL = 1 << 17
+"""Elements that are added together, while they are in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A gradient that is about to be added to those of the other members."""
+
+    this_round: Round
+    unit: RemoteUnit
+    header: PartHeader
+    own: WholeGradient
+    copied: Callable[[], None]
+    """Waits until ``own`` is complete."""
+    item: ItemAttempt
+    excuse: Excuse
+    release: Callable[[], None]
+    """Called when the gradient is pushed or dropped, and when it is shown to all members."""
+    started_s: float
+    generation: int
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(flat.nbytes for flat in self.own.flats.values())
+
+
+class GradientSums:
+    """Adds gradients with the other members of a group. Called by the training thread. See Note: [Sums among trainers].
+
+    Args:
+        exchange: Shows the members each other's gradients. Closed with this object.
+        dp_ranks: Data ranks of the members, in ascending order: a reduction group of the run.
+        position: Index of this trainer in ``dp_ranks``.
+        order: The run's order of additions.
+        pushes: Pushes gradients and sums.
+    """
+
+    def __init__(
+        self, exchange: PeerExchange, dp_ranks: Sequence[int], position: int, order: SumOrder, pushes: Pushes
+    ) -> None:
+        self.exchange = exchange
+        self._dp_ranks, self._position, self._order, self._pushes = tuple(dp_ranks), position, order, pushes
+        self._generation = 0
+        """Rises when the gradients in flight become void."""
+        self._buffers = BufferPool(_IDLE_BYTES)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"shardwell-{ALLREDUCE}", daemon=True)
+        self._thread.start()
+
+    def push(
+        self,
+        this_round: Round,
+        unit: RemoteUnit,
+        header: PartHeader,
+        gradients: Sequence[tuple[int, torch.Tensor]],
+        item: ItemAttempt,
+        excuse: Excuse,
+    ) -> None:
+        """Starts to add a gradient to those of the other members, and to push the sum.
+
+        Waits while more than ``push_bytes`` are in flight. Raises the error of an earlier push that failed.
+
+        Args:
+            this_round: The result of ``start_round``.
+            unit: The unit.
+            header: Header of the push of this trainer's own gradient. See ``RemoteShard.prepare_push``.
+            gradients: ``(parameter index, gradient)`` by rising index, of 32 or 64 bits. The caller must not change
+                them afterwards.
+            item: The work item that the gradient belongs to.
+            excuse: See ``Pushes.push``.
+        """
+        started_s = time.perf_counter()
+        flats, copied = self._pushes.start_copies(gradients)
+        context, attempt = header.common.context, header.common.attempt
+        own = WholeGradient(context.epoch, context.lease_proof, attempt, cuts_of(unit), flats)
+        release = after(2, self._pushes.hold(sum(flat.nbytes for flat in flats.values())))
+        self.exchange.offer(this_round, unit, own, copied, release)
+        self._jobs.put(_Job(this_round, unit, header, own, copied, item, excuse, release, started_s, self._generation))
+
+    def abandon(self, version: int) -> None:
+        """Drops the gradients in flight, whose attempts are over, and skips the rest of the version."""
+        self._generation += 1
+        self.exchange.finish_version(version)
+
+    def close(self) -> None:
+        """Leaves the group and releases its memory and connections."""
+        self._generation += 1
+        self.exchange.stop()
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_LIMIT_S)
+        self.exchange.close()
+
+    # ---- in the thread of this object ----
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._run(job)
+            except BaseException as error:  # the training thread raises it
+                self._pushes.fail(error)
+                job.release()
+            del job  # releases the gradients before the next job is awaited
+
+    def _run(self, job: _Job) -> None:
+        job.copied()
+        shown = None
+        try:
+            shown = self.exchange.collect(job.this_round, job.unit, job.own, partial(self._is_over, job))
+        except Exception as error:
+            self._void(job, error)
+        # All members see the same gradients, so all of them decide alike.
+        if shown is not None and len({(one.attempt, one.cuts) for one in shown}) == 1:
+            self._push_sums(job, shown)
+            return
+        if self._is_over(job):
+            job.release()
+            return
+        done = self._counting(job, DIRECT, job.size_bytes, job.release)
+        self._pushes.push_held(job.unit, job.header, job.own.flats, job.excuse, done)
+
+    def _is_over(self, job: _Job) -> bool:
+        return job.item.is_over or job.generation != self._generation
+
+    def _void(self, job: _Job, error: BaseException) -> None:
+        """Leaves the group. Other members may count on this one, so only a new attempt is right for all."""
+        self.exchange.leave(error)
+        job.item.spoil()
+
+    def _push_sums(self, job: _Job, shown: Sequence[Shown]) -> None:
+        """Adds the gradients of all members for this member's shards, and starts to push the sums."""
+        try:
+            job.item.note_summed(self._dp_ranks)
+            size, numbers = len(self._dp_ranks), range(len(job.unit.shards))
+            own = [number for number in numbers if adder_of(job.unit, number, size) == self._position]
+            sums = {number: self._sum(job.unit.shards[number], shown) for number in own}
+        except Exception as error:
+            self._void(job, error)
+            job.release()
+            return
+        header = replace(
+            job.header,
+            summed=[
+                shard_pb2.SummedRank(dp_rank=dp_rank, epoch=one.epoch, lease_proof=one.lease_proof)
+                for dp_rank, one in zip(self._dp_ranks, shown, strict=True)
+            ],
+        )
+        indices = _indices(shown)
+        pushed_bytes = sum(
+            segment.size_bytes for number in sums for segment in job.unit.shards[number].segments_of(indices)
+        )
+        done = self._counting(job, ALLREDUCE, pushed_bytes, partial(self._end, job, sums))
+        self._pushes.push_sums(job.unit, header, indices, sums, job.excuse, done)
+
+    def _counting(self, job: _Job, route: str, pushed_bytes: int, done: Callable[[], None]) -> Callable[[], None]:
+        """Returns a function that counts a pushed gradient and calls ``done``."""
+        peer_bytes = 0 if route == DIRECT else job.size_bytes - self._kept_bytes(job)
+
+        def when_pushed() -> None:
+            seconds = time.perf_counter() - job.started_s
+            self._pushes.stats.routes.add(route, pushed_bytes=pushed_bytes, peer_bytes=peer_bytes, seconds=seconds)
+            done()
+
+        return when_pushed
+
+    def _kept_bytes(self, job: _Job) -> int:
+        """Returns the bytes of this trainer's gradient that this trainer adds itself."""
+        size, shards = len(self._dp_ranks), enumerate(job.unit.shards)
+        own = [shard for number, shard in shards if adder_of(job.unit, number, size) == self._position]
+        return sum(segment.size_bytes for shard in own for segment in shard.segments_of(job.own.indices))
+
+    def _end(self, job: _Job, sums: Mapping[int, torch.Tensor]) -> None:
+        for buffer in sums.values():
+            self._buffers.release(buffer)
+        job.release()
+
+    def _sum(self, shard: RemoteShard, shown: Sequence[Shown]) -> torch.Tensor:
+        """Returns the sum of all members' gradients, laid out like the shard. uint8. [stop_bytes - start_bytes]"""
+        buffer, scratch = self._buffers.acquire(shard.stop_bytes - shard.start_bytes), Scratch()
+        for segment in shard.segments_of(_indices(shown)):
+            terms = [
+                (dp_rank, part)
+                for dp_rank, one in zip(self._dp_ranks, shown, strict=True)
+                if (part := one.part(segment)) is not None
+            ]
+            out = _segment_in(buffer, shard, segment, terms[0][1].dtype)
+            for start in range(0, out.numel(), _SLICE_NUMEL):
+                here = slice(start, start + _SLICE_NUMEL)
+                total = self._order.add([(rank, term[here]) for rank, term in terms], out[here], scratch)
+                if len(terms) == 1:
+                    out[here].copy_(total)
+        return buffer
+
+
+def _indices(shown: Sequence[Shown]) -> tuple[int, ...]:
+    """Returns the parameters that have a gradient in any of them, by rising index."""
+    return tuple(sorted(set[int]().union(*(one.indices for one in shown))))
+
+
+def _segment_in(buffer: torch.Tensor, shard: RemoteShard, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+    return buffer[segment.start_bytes - shard.start_bytes : segment.stop_bytes - shard.start_bytes].view(dtype)
+
+
 class ItemSums:
     """Hands gradients to the relay or to ``GradientSums`` if the other trainers are expected to do the same.
 
@@ -314,7 +540,7 @@ class ItemSums:
     @property
     def active(self) -> bool:
         """False if this trainer pushes its own gradients for good."""
-        return self._relay is not None or (self._group is not None and self._group.active)
+        return self._relay is not None or (self._group is not None and self._group.exchange.active)
 
     def describe(self) -> dict[str, dict[str, str]]:
         """Returns route and reason of each unit that has been pushed, by its name.
@@ -341,7 +567,7 @@ class ItemSums:
     def _is_usable(self, route: str) -> bool:
         if route == HIERARCHICAL:
             return self._relay is not None and self._relay.find() is not None
-        return route == DIRECT or (self._group is not None and self._group.active)
+        return route == DIRECT or (self._group is not None and self._group.exchange.active)
 
     def allows_part(self, current: WorkItemState, unit: RemoteUnit) -> bool:
         """Called before a part is pushed; returns False if it must not be, because the item has to be restarted."""
@@ -380,7 +606,7 @@ class ItemSums:
         if route == HIERARCHICAL:
             return self._push_relayed(current, unit, header, gradients, attempt, excuse)
         group = self._group
-        if group is None or (this_round := group.start_round(self._state.number)) is None:
+        if group is None or (this_round := group.exchange.start_round(self._state.number)) is None:
             return False
 
         def excuse_sum(error: BaseException) -> bool:
@@ -431,13 +657,13 @@ class ItemSums:
     def finish_item(self) -> None:
         """Called when all gradients of a work item are pushed. The other trainers expect no more in this step."""
         if self._group is not None:
-            self._group.finish_version(self._state.number)
+            self._group.exchange.finish_version(self._state.number)
 
     def skip(self) -> None:
         """Pushes own gradients for the rest of the step. The other trainers do not wait for this one."""
         self._skip_relay(self._state.number)
         if self._group is not None:
-            self._group.skip(self._state.number)
+            self._group.exchange.finish_version(self._state.number)
 
     def abandon(self) -> None:
         """Drops the gradients in flight, whose attempts are over, and skips the rest of the step."""
@@ -450,7 +676,7 @@ class ItemSums:
         self._skip_relay(_ALL_STEPS)
         self._relay = None
         if self._group is not None:
-            self._group.leave(reason)
+            self._group.exchange.leave(reason)
 
     def close(self) -> None:
         """See ``GradientSums.close``."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -417,14 +416,7 @@ class CheckpointFileWriter:
         self._unfinished: dict[str, tuple[int, Any]] = {}
         """Bytes and hash so far of pieces that are written in parts, by name."""
         self._checksums: dict[str, str] = {}
-        self._written_bytes = 0
-        self._counting = threading.Lock()
         self._file: OutputFile = storage.create(self.name, plan.size_bytes)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of tensors that were written."""
-        return self._written_bytes
 
     def write(self, piece: Piece, data: Any) -> None:
         """Writes a whole tensor.
@@ -453,8 +445,6 @@ class CheckpointFileWriter:
             self._unfinished[name] = done, hasher
         else:
             self._checksums[name] = hasher.hexdigest()
-        with self._counting:
-            self._written_bytes += view.nbytes
 
     def finish(self) -> FileRecord:
         """Writes the header and makes the file durable.

@@ -118,10 +118,6 @@ class Storage(ABC):
     def delete_folder(self, folder: str) -> None:
         """Deletes a folder with everything in it. It may be missing."""
 
-    def modified(self, path: str) -> float | None:
-        """Returns when a file or folder changed last, in seconds since 1970; None if the storage does not know."""
-        return None
-
 
 @contextmanager
 def explained(action: str, where: str, translate: Callable[[Exception], Exception] | None = None) -> Iterator[None]:
@@ -288,10 +284,6 @@ class LocalStorage(Storage):
                     shutil.rmtree(at)
             if at.parent.is_dir():
                 _sync_folder(at.parent)
-
-    def modified(self, path: str) -> float | None:
-        with explained("read", self.where(path)):
-            return self._at(path).stat().st_mtime
 
 
 class _LocalFile(OutputFile):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
-from shardwell_server.coordinator.servers.shard_client import GrpcShardCalls
+from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.serving import authorization, process, server_options
@@ -135,7 +135,7 @@ async def coordinate(
     server_options.warn(endpoint.bind, settings.insecure)
     if not keeps_state:
         logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
-    storage, calls = Storage(directory), GrpcShardCalls(credentials.of_role(Role.COORDINATOR))
+    storage, calls = Storage(directory), ShardCalls(credentials.of_role(Role.COORDINATOR))
     try:
         coordinator = await Coordinator.load(settings, storage, calls)
 

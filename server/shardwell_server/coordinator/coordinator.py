@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer, UnitFiller
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
-from shardwell_server.coordinator.commit.committer import Committer, UpdateSender
-from shardwell_server.coordinator.commit.preparation import StepPreparer
+from shardwell_server.coordinator.committer import Committer, StepPreparer, UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.server_leases import ServerLeases
 from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases

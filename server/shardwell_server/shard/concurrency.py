@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shardwell_wire.errors import DeadlineError, ShardwellError, StaleEpochError
 
@@ -59,19 +59,9 @@ async def first_of(*events: asyncio.Event) -> None:
             wait.cancel()
 
 
-class InThread(Protocol):
-    """Runs a function in a thread and awaits its result."""
-
-    def __call__(self, work: Callable[[], Result], /) -> Awaitable[Result]: ...
-
-
-def in_threads_of(pool: ThreadPoolExecutor) -> InThread:
-    """Returns a function that runs work in a pool. A cancelled caller waits, because a thread cannot be stopped."""
-
-    async def in_thread(work: Callable[[], Result], /) -> Result:
-        return await uninterrupted(asyncio.get_running_loop().run_in_executor(pool, work))
-
-    return in_thread
+async def in_thread(pool: ThreadPoolExecutor | None, work: Callable[[], Result]) -> Result:
+    """Runs work in a thread of a pool. A cancelled caller waits, because a thread cannot be stopped."""
+    return await uninterrupted(asyncio.get_running_loop().run_in_executor(pool, work))
 
 
 class _Stream:

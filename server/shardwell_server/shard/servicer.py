@@ -8,8 +8,10 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 
 from google.protobuf.message import Message
 
+from shardwell_server.serving.call_server import listen
 from shardwell_server.serving.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests import (
     backups,
     client_streams,
@@ -31,6 +33,7 @@ from shardwell_server.shard.state.shard_store import ShardStore, named_identity
 from shardwell_server.shard.transports import batch_requests, shm_transport
 from shardwell_server.shard.transports.server_transport import ServerTransports, measurement_chunks
 from shardwell_server.shard.transports.shm_transport import ShmTransport
+from shardwell_server.shard.transports.socket_transport import SocketTransport
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.encoding import chunk_streams
@@ -38,6 +41,7 @@ from shardwell_wire.errors import ConflictError, InvalidRequestError, NotFoundEr
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.topology import checked_groups
+from shardwell_wire.security.tls import Tls
 from shardwell_wire.security.tokens import INITIALIZER
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -129,7 +133,7 @@ class ShardServicer:
     async def PrepareStep(self, request: shard_pb2.PrepareStepRequest, call: Call) -> shard_pb2.PrepareStepResponse:
         run = await self._coordinated(request, call)
         async with run.exclusively():
-            return await steps.prepare(run, self._store.in_thread, request, self._replicator)
+            return await steps.prepare(run, request, self._replicator)
 
     async def ConfirmPartitions(
         self, request: shard_pb2.ConfirmPartitionsRequest, call: Call
@@ -143,14 +147,14 @@ class ShardServicer:
     ) -> shard_pb2.PrepareUpdateResponse:
         run = await self._coordinated(request, call)
         async with run.exclusively():
-            return await steps.prepare_update(run, self._store.in_thread, request, self._replicator)
+            return await steps.prepare_update(run, request, self._replicator)
 
     async def Update(self, request: shard_pb2.UpdateRequest, call: Call) -> shard_pb2.UpdateResponse:
         run = await self._coordinated(request, call)
 
         async def update() -> shard_pb2.UpdateResponse:
             async with run.exclusively():
-                return await steps.update(run, self._store.in_thread, request)
+                return await steps.update(run, request)
 
         response = await uninterrupted(update())  # a started update is finished even if the rpc is cancelled
         for backup in response.stale_backups:
@@ -167,7 +171,7 @@ class ShardServicer:
     ) -> shard_pb2.PromoteShardsResponse:
         run = await self._coordinated(request, call)
         async with run.exclusively():
-            await backups.promote(run, self._store.in_thread, request)
+            await backups.promote(run, request)
         return shard_pb2.PromoteShardsResponse()
 
     async def ReleaseShards(
@@ -184,7 +188,7 @@ class ShardServicer:
     async def HashShards(self, request: shard_pb2.HashShardsRequest, call: Call) -> shard_pb2.HashShardsResponse:
         run = await self._coordinated(request, call)
         async with run.exclusively():
-            return await backups.hash_shards(run, self._store.in_thread, request)
+            return await backups.hash_shards(run, request)
 
     async def DropRun(self, request: shard_pb2.DropRunRequest, call: Call) -> shard_pb2.DropRunResponse:
         await self._admit(request, call)
@@ -437,3 +441,22 @@ class ShardServicer:
     def _check_request_id(self, call: Call, context: common_pb2.RequestContext, content: Message) -> None:
         """Raises DuplicateError if the request id was used for another request."""
         self._store.requests.check_content(call.method, context, content)
+
+
+def offered_transports(
+    server_id: str, store: ShardStore, host: str, shared: SharedMemory | None, tls: Tls | None = None
+) -> ServerTransports:
+    """Builds every transport that a server can offer besides gRPC, which is always available.
+
+    Args:
+        server_id: Name of the server, for errors.
+        store: The server's runs and shards.
+        host: Host to listen on, without a port.
+        shared: Shared memory for trainers on this host. None: the server offers none.
+        tls: Encrypts the connections of the socket transport. None: they are not encrypted.
+    """
+    offered = ServerTransports(server_id)
+    if shared is not None:
+        offered.add(ShmTransport(shared, store.memory))
+    offered.add(SocketTransport(store, listen(host), offered, tls))
+    return offered

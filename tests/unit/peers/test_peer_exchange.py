@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, Wire
-from shardwell.peers.gradient_sums import WholeGradient, cuts_of
 from shardwell.peers.node_group import MemberGoneError
-from shardwell.peers.peer_exchange import Listener, PeerExchange, connect
+from shardwell.peers.peer_exchange import Listener, PeerExchange, WholeGradient, connect, cuts_of
 from shardwell_wire.errors import UnavailableError
 from shardwell_wire.model.layout import BLOCK_BYTES, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
@@ -143,7 +142,7 @@ def test_group_ends_after_three_steps_without_agreement(make: MakeMembers) -> No
     (first, second), of = make(2), unit()
     for version in range(3):
         assert first.active
-        second.skip(version)
+        second.finish_version(version)
         assert collect(first, offer(first, of, gradient(of, 0), version), of, gradient(of, 0)) is None
     assert not first.active and first.start_round(3) is None
 
@@ -184,7 +183,7 @@ def test_waiting_ends_when_the_attempt_is_over(make: MakeMembers) -> None:
         own = gradient(of, 0)
         waiting = threads.submit(first.collect, offer(first, of, own), of, own, over.is_set)
         over.set()
-        first.skip(0)
+        first.finish_version(0)
         assert waiting.result(LONG_S) is None
 
 

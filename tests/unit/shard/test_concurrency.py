@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shardwell_server.shard.concurrency import OpenStreams, in_threads_of, uninterrupted
+from shardwell_server.shard.concurrency import OpenStreams, in_thread, uninterrupted
 from shardwell_wire.errors import StaleEpochError
 
 
@@ -42,7 +42,7 @@ async def test_cancelled_caller_waits_for_its_thread() -> None:
         assert resume.wait(20)
 
     with ThreadPoolExecutor(1) as pool:
-        task = asyncio.ensure_future(in_threads_of(pool)(work))
+        task = asyncio.ensure_future(in_thread(pool, work))
         while not started.is_set():
             await asyncio.sleep(0)
         task.cancel()

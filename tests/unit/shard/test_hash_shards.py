@@ -23,7 +23,14 @@ def test_shards_that_are_released_meanwhile_are_left_out(monkeypatch: pytest.Mon
 
     def shard(unit: str, index: int, role: Role) -> Any:
         return SimpleNamespace(
-            unit=unit, index=index, start_bytes=0, stop_bytes=12, role=role, version=1, unchanging=asyncio.Lock()
+            unit=unit,
+            index=index,
+            start_bytes=0,
+            stop_bytes=12,
+            role=role,
+            version=1,
+            unchanging=asyncio.Lock(),
+            memory=SimpleNamespace(in_thread=release_the_backup),
         )
 
     async def release_the_backup(compute: Callable[[], int]) -> int:
@@ -34,5 +41,5 @@ def test_shards_that_are_released_meanwhile_are_left_out(monkeypatch: pytest.Mon
     run = SimpleNamespace(published=[primary], backups=[backup], shards={("a", 0): primary, ("b", 0): backup})
     monkeypatch.setattr(backups, "export", export)
     request = shard_pb2.HashShardsRequest(version=1)
-    response = asyncio.run(backups.hash_shards(cast(HostedRun, run), release_the_backup, request))
+    response = asyncio.run(backups.hash_shards(cast(HostedRun, run), request))
     assert [each.unit for each in response.shards] == ["a"]

@@ -80,7 +80,7 @@ async def prepare(peer: Peer, threads: ThreadPoolExecutor) -> shard_pb2.PrepareS
     run: HostedRun = store.runs[RUN.run_id]
     units = [common_pb2.UnitParts(unit_index=index, part_count=1) for index in range(UNITS)]
     request = shard_pb2.PrepareStepRequest(dp=1, ranks=[shard_pb2.RankManifest(units=units)])
-    return await steps.prepare(run, store.in_thread, request, Replicator(store, peer))
+    return await steps.prepare(run, request, Replicator(store, peer))
 
 
 def prepared(peer: Peer) -> tuple[shard_pb2.PrepareStepResponse, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,11 +20,8 @@ from shardwell_server.shard.unit.portable_state import (
     PartState,
     ShardState,
     begin_import,
-    copy_state,
     export,
     finish_import,
-    import_state,
-    merge,
 )
 from shardwell_server.shard.unit.unit_shard import StepUpdate, UnitShard
 from shardwell_wire.errors import InvalidRequestError, StepStateError
@@ -33,6 +30,7 @@ from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.model.optimizers import KEPT_GROUP, OPTIMIZERS
 from shardwell_wire.model.topology import part_in
 from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.cut_states import fill, import_state, merge, restrict
 from tests.unit.shard_arithmetic.test_optimizers import SETTINGS
 
 PARAMETERS = (
@@ -50,13 +48,6 @@ MATRICES = (
 )
 RARE = 1
 """Index of a parameter that has a gradient in odd steps only."""
-
-
-def in_place(work: Callable[[], object]) -> object:
-    async def run() -> object:
-        return work()
-
-    return run()
 
 
 def layout_for(algorithm: str) -> UnitLayout:
@@ -90,7 +81,7 @@ class Shards:
     def import_from(self, states: Sequence[ShardState], version: int) -> Shards:
         whole = merge(states)
         for shard in self.shards:
-            import_state(shard, whole.restrict(shard.start_bytes, shard.stop_bytes), version)
+            import_state(shard, restrict(whole, shard.start_bytes, shard.stop_bytes), version)
         return self
 
     def initial(self) -> Shards:
@@ -112,7 +103,7 @@ class Shards:
             ]
             shard.gradient.mean.reduced = Reduced(cut, None, [])
             key = optimizer_checks.allocation_key(optimizer)
-            asyncio.run(shard.update(in_place, StepUpdate(step, optimizer, {shard.index: groups}, key, 0.5)))
+            asyncio.run(shard.update(StepUpdate(step, optimizer, {shard.index: groups}, key, 0.5)))
 
     def _contribute(self, shard: UnitShard, rank: int, gradients: Sequence[torch.Tensor | None]) -> None:
         buffer = torch.zeros(shard.size_bytes, dtype=torch.uint8)
@@ -252,7 +243,7 @@ def test_a_description_on_the_meta_device_is_filled_by_the_caller() -> None:
     (shard,) = Shards(layout, 1).shards
     destination = begin_import(shard, described)
     assert shard.version is None
-    copy_state(destination, state)
+    fill(destination, state)
     finish_import(shard, 1)
     assert content([export(shard)]) == content([state])
     with pytest.raises(StepStateError):
@@ -266,30 +257,9 @@ def test_states_that_do_not_fit_are_rejected() -> None:
         export(Shards(layout, 1).shards[0])
     for step in range(2):
         trained.train(step, optimizer_step("adam", layout, averaged=False), [0] * len(layout.parameters))
-    first, second = trained.export()
-    with pytest.raises(InvalidRequestError, match="do not fit together"):
-        merge([first, first])
-    with pytest.raises(InvalidRequestError, match="not within"):
-        first.restrict(0, layout.size_bytes)
+    first, _ = trained.export()
     with pytest.raises(InvalidRequestError, match="does not fit"):
         import_state(Shards(layout, 1).shards[0], first, 1)
-    cut = next(part for part in second.parts if part.parameter_index == first.parts[-1].parameter_index)
-    other = replace(cut, step_count=7)
-    with pytest.raises(InvalidRequestError, match="number of updates"):
-        merge([first, replace(second, parts=[other, *second.parts[1:]])])
-    scalar = replace(cut, state={**cut.state, "step": torch.tensor(9.0)})
-    with pytest.raises(InvalidRequestError, match="state 'step'"):
-        merge([first, replace(second, parts=[scalar, *second.parts[1:]])])
-
-
-def test_factored_state_is_not_cut() -> None:
-    layout = layout_for("adafactor")
-    trained = Shards(layout, 1).initial()
-    for step in range(2):
-        trained.train(step, optimizer_step("adafactor", layout, averaged=False), [0] * len(layout.parameters))
-    (state,) = trained.export()
-    with pytest.raises(InvalidRequestError, match="row_var"):
-        state.restrict(0, BLOCK_BYTES)
 
 
 def trainer_states(layout: UnitLayout, dp: int, start: int, stop: int) -> list[TrainerState]:
@@ -318,35 +288,15 @@ def trainer_states(layout: UnitLayout, dp: int, start: int, stop: int) -> list[T
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
-def test_state_of_trainers_is_cut_anew(dp: int) -> None:
+def test_state_of_trainers_is_imported_and_exported(dp: int) -> None:
     layout = layout_for("adam")
-    before, after = Shards(layout, 3, dp), Shards(layout, 2, dp)
     whole = initial_state(layout, dp)
-    states = [
-        replace(
-            whole.restrict(shard.start_bytes, shard.stop_bytes),
-            partitions=trainer_states(layout, dp, shard.start_bytes, shard.stop_bytes),
-        )
-        for shard in before.shards
-    ]
-    for shard, state in zip(before.shards, states, strict=True):
-        import_state(shard, state, 4)
-    after.import_from(before.export(), 4)
-    for shard in after.shards:
+    for shard in Shards(layout, 3, dp).shards:
+        expected = trainer_states(layout, dp, shard.start_bytes, shard.stop_bytes)
+        import_state(shard, replace(restrict(whole, shard.start_bytes, shard.stop_bytes), partitions=expected), 4)
         assert shard.version == 4
-        found, expected = export(shard), trainer_states(layout, dp, shard.start_bytes, shard.stop_bytes)
+        found = export(shard)
         assert [state.dp_rank for state in found.partitions] == [state.dp_rank for state in expected]
         for state, wanted in zip(found.partitions, expected, strict=True):
             assert list(state.tensors) == list(wanted.tensors)
             assert all(map(torch.equal, state.data, wanted.data))
-
-
-def test_state_of_trainers_with_another_shape_is_not_cut() -> None:
-    layout = layout_for("adam")
-    tensor = shard_pb2.StateTensor(parameter_index=0, name="odd", dtype=common_pb2.DTYPE_FLOAT32, shape=[3])
-    state = TrainerState(
-        dp_rank=0, start_bytes=0, stop_bytes=layout.size_bytes, tensors=[tensor], data=[torch.zeros(12).byte()]
-    )
-    whole = replace(initial_state(layout, 1), partitions=[state])
-    with pytest.raises(InvalidRequestError, match="'odd'"):
-        whole.restrict(0, BLOCK_BYTES)

@@ -33,12 +33,12 @@ class _Memory:
     def release_buffer(self, buffer: torch.Tensor) -> None:
         buffer.zero_()
 
+    async def in_thread(self, work: Any) -> Any:
+        return await asyncio.to_thread(work)
+
 
 class _Store:
     memory = _Memory()
-
-    async def in_thread(self, work: Any) -> Any:
-        return await asyncio.to_thread(work)
 
 
 class _Owners:

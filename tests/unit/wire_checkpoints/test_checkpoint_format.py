@@ -71,7 +71,6 @@ def test_parts_of_a_tensor_can_be_written_one_by_one(tmp_path: Path) -> None:
     writer = CheckpointFileWriter(storage, "s", FilePlan([piece], [], run_id="r", step=0))
     for start in range(0, 24, 8):
         writer.write_part(piece, data[start : start + 8])
-    assert writer.written_bytes == 24
     record = writer.finish()
     assert storage.read(record.name)[record.header_bytes :] == data
 

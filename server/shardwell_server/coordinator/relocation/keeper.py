@@ -23,7 +23,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwell_server.coordinator.commit.committer import UpdateSender
+from shardwell_server.coordinator.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainer_leases import ItemLeases
 from shardwell_server.coordinator.placed_units import Unit

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
-from shardwell_server.coordinator.commit.committer import UpdateSender
+from shardwell_server.coordinator.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainer_leases import ItemLeases
 from shardwell_server.coordinator.placed_units import Unit

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -213,8 +213,23 @@ _PROBE_TIMEOUT_S = 2.0
 """Deadline of a probe in seconds."""
 
 
-class ShardCalls(Protocol):
-    """Performs rpcs to shard servers."""
+class ShardCalls:
+    """Performs rpcs to shard servers, over call connections where servers offer them, otherwise over gRPC.
+
+    For one event loop.
+
+    There is one channel and at most one call connection per address.
+
+    Args:
+        credentials: What this process proves itself with.
+    """
+
+    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
+        self._credentials = credentials
+        self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[tuple[str, str], Any] = {}
+        self._lines: dict[str, CallLine] = {}
 
     async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
         """Calls a unary rpc of ``ShardService``.
@@ -231,48 +246,6 @@ class ShardCalls(Protocol):
         Raises:
             ShardwellError: The error that the server raised, or UnavailableError or DeadlineError.
         """
-        ...
-
-    async def is_running(self, server: Server) -> bool:
-        """Probes the process of a shard server.
-
-        Returns:
-            True if the process answered. False if the process has ended: it is gone from this host, or another process
-            of the same server id answers at its address.
-
-        Raises:
-            UnavailableError: The process did not answer. It may still run, even if the connection was refused.
-        """
-        ...
-
-    async def use_calls(self, address: str, calls: common_pb2.CallPort) -> None:
-        """Sends rpcs to a port beside gRPC that a server has announced, as long as it can be reached.
-
-        Args:
-            address: host:port of the server.
-            calls: The port.
-        """
-        ...
-
-
-class GrpcShardCalls:
-    """``ShardCalls`` over call connections where servers offer them, otherwise over gRPC. For one event loop.
-
-    There is one channel and at most one call connection per address.
-
-    Args:
-        credentials: What this process proves itself with.
-    """
-
-    def __init__(self, credentials: Credentials = NO_CREDENTIALS) -> None:
-        self._credentials = credentials
-        self._service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._stubs: dict[tuple[str, str], Any] = {}
-        self._lines: dict[str, CallLine] = {}
-
-    async def call(self, address: str, rpc_name: str, request: Message, *, retry_for_s: float) -> Any:
-        """See ``ShardCalls.call``."""
         stub = self._stubs.get((address, rpc_name)) or self._new_stub(address, rpc_name)
 
         async def attempt() -> Any:
@@ -300,7 +273,12 @@ class GrpcShardCalls:
         return GetMessageClass(method.output_type).FromString(await line.call(path, token, body, CALL_TIMEOUT_S))
 
     async def use_calls(self, address: str, calls: common_pb2.CallPort) -> None:
-        """See ``ShardCalls.use_calls``."""
+        """Sends rpcs to a port beside gRPC that a server has announced, as long as it can be reached.
+
+        Args:
+            address: host:port of the server.
+            calls: The port.
+        """
         host, _, port = address.rpartition(":")
         if not calls.port or calls.grpc_port != int(port) or self._credentials.tls is not None:
             return
@@ -314,7 +292,15 @@ class GrpcShardCalls:
         self._lines[address] = line
 
     async def is_running(self, server: Server) -> bool:
-        """See ``ShardCalls.is_running``."""
+        """Probes the process of a shard server.
+
+        Returns:
+            True if the process answered. False if the process has ended: it is gone from this host, or another process
+            of the same server id answers at its address.
+
+        Raises:
+            UnavailableError: The process did not answer. It may still run, even if the connection was refused.
+        """
         if has_ended(server.process):
             return False
         request, address = shard_pb2.DescribeServerRequest(), server.address

@@ -6,18 +6,23 @@ cgroups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 
+from shardwell_server.shard.concurrency import in_thread
 from shardwell_server.shard.memory.buffer_reuse import BufferPool, Sending, UnreservedMemory
 from shardwell_wire.errors import CapacityError
 
 _SENDING_SHARE, _MAX_SENDING_BYTES = 1 / 16, 256 << 20
 """Limit of messages that clients have not read yet: a share of the budget, at most this many bytes."""
+
+Result = TypeVar("Result")
 
 ShardKey = tuple[str, str, int]
 """Key of a shard's reservation: run, unit, and first byte of the shard in the unit's flat vector."""
@@ -161,17 +166,20 @@ class IncomingBuffer:
 
 
 class Memory:
-    """Reservations against a budget, and the buffers that use them. Used on the event loop.
+    """Reservations against a budget, the buffers that use them, and the threads for tensor work on these buffers.
+
+    Used on the event loop.
 
     In addition to the shards' reservations, one buffer of the largest shard is set aside as unreserved memory, for
     streams and old versions. See ``UnreservedMemory``.
 
     Args:
         budget_bytes: Limit for everything together.
+        threads: Pool for tensor work. None: the event loop's own threads.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, threads: ThreadPoolExecutor | None = None) -> None:
+        self.budget_bytes, self.threads = budget_bytes, threads
         self.sending = Sending(min(_MAX_SENDING_BYTES, int(budget_bytes * _SENDING_SHARE)))
         self.pool = BufferPool(budget_bytes)
         self.unreserved = UnreservedMemory()
@@ -196,6 +204,10 @@ class Memory:
     def used_bytes(self) -> int:
         """Memory in use for parameters, contributions, streams and optimizer state."""
         return self.pool.taken_bytes + self.pool.elsewhere_bytes + self.sending.used_bytes
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """Does tensor work in a thread. A cancelled caller waits, because a thread cannot be stopped."""
+        return await in_thread(self.threads, work)
 
     # ---- reservations ----
 

@@ -25,10 +25,9 @@ from shardwell_server.shard.process.registration import Registration, RelayOffer
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers, Owners
 from shardwell_server.shard.requests.relay import Relay
-from shardwell_server.shard.servicer import ShardServicer
+from shardwell_server.shard.servicer import ShardServicer, offered_transports
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
-from shardwell_server.shard.transports.registry import TransportResources, build_transports
 from shardwell_wire import fault_points
 from shardwell_wire.errors import ConflictError, NotFoundError
 from shardwell_wire.host.server_folders import (
@@ -310,8 +309,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         offer = None if shared is None else RelayOffer(arguments.host or socket.gethostname(), arguments.owns_nothing)
         registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls, offer)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        resources = TransportResources(store=store, host=endpoint.host, shared=shared, tls=credentials.tls)
-        transports = build_transports(server_id, resources)
+        transports = offered_transports(server_id, store, endpoint.host, shared, credentials.tls)
         async with transports.serving():
             peers = GrpcPeers(credentials.of_role(Role.SERVER))
             relay = None if shared is None else Relay(store, shared, Owners(registration.list_units, peers))

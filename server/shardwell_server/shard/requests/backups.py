@@ -13,7 +13,6 @@ from functools import partial
 import xxhash
 
 from shardwell_server import optimizer_checks
-from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.requests.client_streams import IncomingStream
@@ -143,7 +142,7 @@ async def receive_step(
             if is_in_file:
                 numbers = _numbers(shard, header.gradient_indices, what)
                 starts = [shard.segments[number].start_bytes - shard.start_bytes for number in numbers]
-                await store.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
+                await store.memory.in_thread(partial(_read_file, header.path, shard.size_bytes, starts, memory))
             arrived = open_step(run, shard, header, step)  # the content may not be wanted any more
             arrived.confirmed = False
             accept()
@@ -240,8 +239,8 @@ async def _confirm(
         if update is not None:
             if not update.runs_on_trainers or _PARTITIONS in item.contents:
                 shard.check_update(update)
-            await shard.prepare_update(store.in_thread, update)
-        await shard.record_prepared(store.in_thread)
+            await shard.prepare_update(update)
+        await shard.record_prepared()
         # Content of a later generation may have arrived meanwhile.
         if open_step(run, shard, item, step) is not arrived:
             raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)
@@ -358,7 +357,7 @@ _ALLOCATE = {
 # ---- roles ----
 
 
-async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.PromoteShardsRequest) -> None:
+async def promote(run: HostedRun, request: shard_pb2.PromoteShardsRequest) -> None:
     """Makes backups primaries, raises fences, and sets the backups of the new primaries. Idempotent.
 
     Call within ``HostedRun.exclusively``.
@@ -388,7 +387,7 @@ async def promote(run: HostedRun, in_thread: InThread, request: shard_pb2.Promot
             if shard.version == step:
                 shard.drop_step()
             else:
-                await shard.record_prepared(in_thread)  # no other server has the step that is about to be applied
+                await shard.record_prepared()  # no other server has the step that is about to be applied
             shard.take_role(Role.PRIMARY)
         if was_backup or request.placement > shard.backups.placement:
             shard.backups.take_over(request.placement, backups[shard.unit, shard.start_bytes])
@@ -419,9 +418,7 @@ def release(store: ShardStore, run: HostedRun, request: shard_pb2.ReleaseShardsR
             store.release_shard(run, shard)
 
 
-async def hash_shards(
-    run: HostedRun, in_thread: InThread, request: shard_pb2.HashShardsRequest
-) -> shard_pb2.HashShardsResponse:
+async def hash_shards(run: HostedRun, request: shard_pb2.HashShardsRequest) -> shard_pb2.HashShardsResponse:
     """Returns the hashes of all published shards: of values, averages and optimizer state.
 
     Call within ``HostedRun.exclusively``.
@@ -452,6 +449,6 @@ async def hash_shards(
             for name, tensor in export(shard).tensors():
                 parameter, what, _ = name.split("|")
                 memory = tensor_memory(tensor)
-                xxh3 = await in_thread(partial(xxhash.xxh3_64_intdigest, memory))
+                xxh3 = await shard.memory.in_thread(partial(xxhash.xxh3_64_intdigest, memory))
                 found.tensors.add(parameter=parameter, name=what, xxh3=xxh3)
     return response

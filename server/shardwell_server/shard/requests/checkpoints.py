@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-from shardwell_server.shard.concurrency import in_threads_of
+from shardwell_server.shard.concurrency import in_thread
 from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.requests.checkpoint_contents import describe_shard, fill_shard, parts_of, pieces_of
 from shardwell_server.shard.shard_spec import Role
@@ -293,7 +293,6 @@ class ShardLoading:
         self._stopped = False
         # Threads of their own: storage may answer slowly, and steps of other runs need the threads for tensor work.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwell-load")
-        self._in_thread = in_threads_of(self._threads)
         opened.keep(self._url)
 
     def start(self) -> None:
@@ -329,7 +328,7 @@ class ShardLoading:
             self.ended.set()
 
     async def _load(self) -> None:
-        checkpoint = await self._in_thread(lambda: self._opened.open(self._url, self._version))
+        checkpoint = await in_thread(self._threads, lambda: self._opened.open(self._url, self._version))
         reserved = (shard for shard in self._run.shards.values() if shard.version is None)
         primaries = (shard for shard in reserved if shard.role is Role.PRIMARY)
         shards = [shard for shard in primaries if self._unit in ("", shard.unit)]
@@ -343,7 +342,7 @@ class ShardLoading:
 
     async def _load_shards(self, checkpoint: Checkpoint, shards: Sequence[UnitShard]) -> None:
         ranges = [(shard.layout, shard.start_bytes, shard.stop_bytes, shard.dp) for shard in shards]
-        described = await self._in_thread(lambda: [describe_shard(checkpoint, *each) for each in ranges])
+        described = await in_thread(self._threads, lambda: [describe_shard(checkpoint, *each) for each in ranges])
         self.total_bytes = sum(state.size_bytes for state in described)
         destinations = [begin_import(shard, state) for shard, state in zip(shards, described, strict=True)]
         filled = await asyncio.gather(
@@ -364,7 +363,7 @@ class ShardLoading:
             fault_points.reach("server.load.middle", unit=destination.layout.unit)
 
         try:
-            await self._in_thread(fill)
+            await in_thread(self._threads, fill)
         except ShardwellError:
             self._stopped = True  # the other shards need not be read
             raise
@@ -423,7 +422,7 @@ class CheckpointWriting:
             named = list(pieces_of(state))
             self._pieces.append([piece for piece, _ in named])
             captured.append(CapturedShard(shard, [tensor for _, tensor in named], store.memory))
-        self.capture = VersionCapture(self._version, captured, store.in_thread)
+        self.capture = VersionCapture(self._version, captured)
         self._remaining = list(range(len(captured)))
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="shardwell-checkpoint", daemon=True)

@@ -277,9 +277,9 @@ async def receive(
             parts = list(zip(shard.segments, views, strict=True))
             streamed = [tensor_memory(view) for segment, view in parts if segment.parameter_index not in draws]
             await incoming.into(streamed, what)
-            await store.in_thread(partial(_compute_draw, shard, parts, draws))
+            await store.memory.in_thread(partial(_compute_draw, shard, parts, draws))
             if not shard.layout.holds_buffers:
-                await store.in_thread(partial(_compute_check_finite, shard, parts))
+                await store.memory.in_thread(partial(_compute_check_finite, shard, parts))
             if shard.version is None:
                 _check_epoch(shard, epoch)  # a stream of a newer epoch may have ended meanwhile
                 shard.values.accept_initial(epoch, received)

@@ -197,7 +197,7 @@ async def _peek_once(
             if source != now:
                 return None
             part = tensor[element : element + _PEEKED_ELEMENTS]
-            await store.in_thread(partial(statistics.add, part))
+            await store.memory.in_thread(partial(statistics.add, part))
             element += part.numel()
             complete = element == tensor.numel()
     segment = shard.segments[number]

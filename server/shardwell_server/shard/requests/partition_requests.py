@@ -193,7 +193,7 @@ async def stage(
                     undo.pop_all()
 
             await incoming.into(staged.memory, what)
-            await store.in_thread(partial(compute_check_finite, shard, segments, staged.values, what))
+            await store.memory.in_thread(partial(compute_check_finite, shard, segments, staged.values, what))
             await uninterrupted(accept())
     return shard_pb2.StagePartitionResponse(version=context.step)
 

@@ -157,7 +157,7 @@ class Push:
         plan = self._plan()
         checksum = await incoming.into([memory[len(memory) - plan.size_bytes :]], self._what)
         try:
-            await self._store.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
+            await self._store.memory.in_thread(lambda: plan.decode_in_place(memory, shard.start_bytes))
         except ValueError as error:
             raise InvalidRequestError(f"{self._what}: {error}") from error
         return checksum
@@ -264,7 +264,7 @@ class Push:
             self._count_duplicate(checksum)
         else:
             source.check_adoptable(self._shard)  # the transport session may have closed while this push waited
-            await self._shard.gradient.add_part(self._header, source, checksum, self._store.in_thread)
+            await self._shard.gradient.add_part(self._header, source, checksum)
             fault_points.reach("server.push.accepted", dp_rank=self._dp_rank, part=self._part)
         if self._shard.gradient.seems_complete:
             reduce_soon(self._store, self._run, self._shard)
@@ -298,10 +298,10 @@ def reduce_soon(store: ShardStore, run: HostedRun, shard: UnitShard) -> None:
 async def _reduce_complete(store: ShardStore, run: HostedRun) -> None:
     shards = [shard for shard in dict.fromkeys(run.complete) if shard.gradient.seems_complete]
     run.complete.clear()
-    await reduce_shards(shards, store.in_thread)
+    await reduce_shards(shards)
     for shard in shards:
         if any(backup.shares_host for backup in shard.backups.in_sync):
-            await shard.gradient.share_mean(store.in_thread)
+            await shard.gradient.share_mean()
         store.when_reduced(run, shard)
 
 

@@ -208,7 +208,7 @@ class CachedShard:
             if takes_deltas:
                 request.base.SetInParent()
                 if former != UPDATING:  # encoding decoded values again gives the same stream
-                    await self._store.in_thread(lambda: plan.encode(values, stream))
+                    await self._store.memory.in_thread(lambda: plan.encode(values, stream))
                     request.base.version, request.base.checksum = former, xxhash.xxh3_64_intdigest(stream)
             received_bytes = await self._owners.gather(self._run, request, place)
 
@@ -217,7 +217,7 @@ class CachedShard:
                     value_deltas.apply_all(announced, memoryview(deltas), stream, self._what)
                 plan.decode(stream, values)
 
-            await self._store.in_thread(decode)
+            await self._store.memory.in_thread(decode)
         finally:
             memory.release_buffer(buffer)
         stream_bytes = plan.size_bytes if takes_deltas else 0
@@ -438,7 +438,7 @@ class RelayedSums:
                 header.summed.add(dp_rank=own.dp_rank, epoch=context.epoch, lease_proof=context.lease_proof)
             buffer = await self._store.memory.acquire(shard.size_bytes, _MEMORY_WAIT_S, f"{shard.what}, a sum")
             try:
-                await self._store.in_thread(lambda: _compute_sum(shard, in_order, indices, buffer))
+                await self._store.memory.in_thread(lambda: _compute_sum(shard, in_order, indices, buffer))
                 fault_points.reach("relay.sum.before", unit=header.unit)
                 pieces = shard.pieces(buffer, indices)
                 answer = await self._owners.push(self._run, header, pieces)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Set
 from functools import partial
 
 from shardwell_server import optimizer_checks
-from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.requests.replication import Replicator, status_of
 from shardwell_server.shard.shard_spec import Role
 from shardwell_server.shard.state.joint_updates import reduce_shards
@@ -59,7 +58,7 @@ def fence(run: HostedRun, request: shard_pb2.FenceRequest) -> None:
 
 
 async def prepare(
-    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest, replicator: Replicator
+    run: HostedRun, request: shard_pb2.PrepareStepRequest, replicator: Replicator
 ) -> shard_pb2.PrepareStepResponse:
     """Confirms the contributions of a step, reduces them, and brings the backups to the step. Idempotent.
 
@@ -88,7 +87,7 @@ async def prepare(
     reduced = former.answer if former is not None and is_known and former.norm == norm else None
     if reduced is None:
         try:
-            reduced = await _reduce(run, in_thread, request)
+            reduced = await _reduce(run, request)
         except BaseException:
             if run.prepared is not former:
                 run.clear_prepared()
@@ -98,7 +97,7 @@ async def prepare(
     answer.CopyFrom(reduced)
     if optimizer is not None:
         try:
-            await _allocate(run, in_thread, step, optimizer)
+            await _allocate(run, step, optimizer)
             answer.update_ready = True
         except ShardwellError as error:
             # The error is not raised here, because the step may be committed with another optimizer. Otherwise
@@ -112,36 +111,34 @@ async def prepare(
     return answer
 
 
-async def _reduce(
-    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareStepRequest
-) -> shard_pb2.PrepareStepResponse:
+async def _reduce(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> shard_pb2.PrepareStepResponse:
     """Reduces every shard unless it is reduced already, and returns the norms."""
     answer, shards = shard_pb2.PrepareStepResponse(version=request.context.step), run.published
     if not request.skip:
         # Small shards are reduced together, because a call for each would take longer than its sum.
-        await reduce_shards([shard for shard in shards if shard.gradient.awaits_reduction], in_thread)
+        await reduce_shards([shard for shard in shards if shard.gradient.awaits_reduction])
     for shard in shards:
         if isinstance(shard.gradient, PushedBuffers) and (changed := shard.gradient.changed):
             answer.buffers.add(unit_index=shard.index, buffer_indices=changed)
         if request.skip:
             shard.gradient.skip_reduction()
         else:
-            reduced = await shard.gradient.reduce(in_thread)
+            reduced = await shard.gradient.reduce()
             norm = shard_pb2.UnitNorm(unit_index=shard.index, square_partials=reduced.square_partials)
             if request.norm_type == math.inf:
-                norm.max_abs = min(await in_thread(reduced.max_abs), request.norm_bound or math.inf)
+                norm.max_abs = min(await shard.memory.in_thread(reduced.max_abs), request.norm_bound or math.inf)
             elif request.norm_type:
                 starts = [segment.start_bytes for segment in shard.segments]
                 powers = partial(reduced.power_partials, starts, request.norm_type, request.norm_bound or None)
-                norm.power_partials.extend(await in_thread(powers))
+                norm.power_partials.extend(await shard.memory.in_thread(powers))
             answer.units.append(norm)
         # From here on, a new process of this server can go on with the prepared step.
-        await shard.record_prepared(in_thread)
+        await shard.record_prepared()
     return answer
 
 
 async def prepare_update(
-    run: HostedRun, in_thread: InThread, request: shard_pb2.PrepareUpdateRequest, replicator: Replicator
+    run: HostedRun, request: shard_pb2.PrepareUpdateRequest, replicator: Replicator
 ) -> shard_pb2.PrepareUpdateResponse:
     """Checks the optimizer of a prepared step and allocates the memory that ``update`` will need, also on the backups.
 
@@ -157,20 +154,20 @@ async def prepare_update(
     if not run.published:
         return shard_pb2.PrepareUpdateResponse()
     _require_prepared(run, step)
-    await _allocate(run, in_thread, step, request.optimizer)
+    await _allocate(run, step, request.optimizer)
     failed, confirmed = await replicator.bring_all(run, step, request.optimizer)
     return shard_pb2.PrepareUpdateResponse(failed_backups=failed, confirmed_backups=confirmed)
 
 
-async def _allocate(run: HostedRun, in_thread: InThread, step: int, optimizer: common_pb2.OptimizerStep) -> None:
+async def _allocate(run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep) -> None:
     asked = StepUpdate.of(step, optimizer)
     for shard in run.published:
         if shard.version != step + 1:
             shard.check_update(asked)
-            await shard.prepare_update(in_thread, asked)
+            await shard.prepare_update(asked)
 
 
-async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
+async def update(run: HostedRun, request: shard_pb2.UpdateRequest) -> shard_pb2.UpdateResponse:
     """Applies a committed step to every primary, in the given order, and then to the backups.
 
     A backup that lacks the step is out of sync from then on, and named in the response. Idempotent: shards that are
@@ -211,7 +208,7 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
         updated = run.joint_updates.update(left, asked, lambda shard: _may_change(run, shard, step))
         if not updated:
             updated = [left.popleft()]
-            await _update_alone(run, in_thread, updated[0], asked)
+            await _update_alone(run, updated[0], asked)
         for shard in updated:
             fault_points.reach("server.update.between_shards", step=step, unit=shard.index)
     if run.prepared is None or run.prepared.step <= step:  # a repeated request may arrive after the next PrepareStep
@@ -221,10 +218,10 @@ async def update(run: HostedRun, in_thread: InThread, request: shard_pb2.UpdateR
     return shard_pb2.UpdateResponse(version=step + 1, stale_backups=stale)
 
 
-async def _update_alone(run: HostedRun, in_thread: InThread, shard: UnitShard, asked: StepUpdate) -> None:
+async def _update_alone(run: HostedRun, shard: UnitShard, asked: StepUpdate) -> None:
     await run.before_update(shard)
     async with shard.unchanging:
-        await shard.update(in_thread, asked, hold=_is_read(run, shard, asked.step))
+        await shard.update(asked, hold=_is_read(run, shard, asked.step))
 
 
 def _may_change(run: HostedRun, shard: UnitShard, version: int) -> bool:

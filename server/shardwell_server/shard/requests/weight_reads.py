@@ -146,9 +146,7 @@ async def reading(
             yield Reading(shard, source, header, start - shard.start_bytes, stop - start)
             return
         base = request.base if request.HasField("base") else None
-        encoded = await shard.encoded.read(
-            request.wire_dtype, source, store.in_thread, wait_s=wait_s, what=shard.what, base=base
-        )
+        encoded = await shard.encoded.read(request.wire_dtype, source, wait_s=wait_s, what=shard.what, base=base)
         if encoded.deltas is not None:
             header.deltas.CopyFrom(encoded.deltas)
         try:
@@ -220,7 +218,7 @@ async def _reading_averages(
                     f"version {newest} of {shard.what} has been overwritten", unit=shard.unit, version=newest
                 )
             shard.check_averaged()
-            await store.in_thread(lambda: shard.compute_averages(copy))
+            await store.memory.in_thread(lambda: shard.compute_averages(copy))
             shard.reader_copies.add(averages)
     except BaseException:
         store.memory.release_buffer(copy)

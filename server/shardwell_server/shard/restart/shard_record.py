@@ -219,7 +219,7 @@ def _part(content: Mapping[str, Any]) -> PartRecord:
 _WORD = struct.Struct("@Q")
 
 
-_GENERATION_BITS, _UPDATE_BITS, _PREPARED_BITS, _VERSION_BITS = 8, 22, 2, 32
+_GENERATION_BITS, _UPDATE_BITS, _PREPARED_BITS = 8, 22, 2  # the version has the other 32 bits
 _UPDATES_AT = _GENERATION_BITS
 _PREPARED_AT = _UPDATES_AT + _UPDATE_BITS
 _VERSION_AT = _PREPARED_AT + _PREPARED_BITS

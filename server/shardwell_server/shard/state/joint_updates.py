@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from shardwell_server.shard.arithmetic.reduction import SmallReduction, reduce_small
 from shardwell_server.shard.arithmetic.shard_optimizer import JointPart, JointUpdate, ShardOptimizer
-from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.restart.undo import CopyPlan, UndoLog
 from shardwell_server.shard.unit.unit_shard import StepUpdate, UnitShard
 from shardwell_wire import fault_points
@@ -136,7 +135,7 @@ class JointUpdates:
 _Begun: TypeAlias = tuple[UnitShard, SmallReduction]
 
 
-async def reduce_shards(shards: Iterable[UnitShard], in_thread: InThread) -> None:
+async def reduce_shards(shards: Iterable[UnitShard]) -> None:
     """Computes the mean gradients that are missing. The shards belong to one run. Call in ``HostedRun.exclusively``.
 
     Small shards are reduced on the event loop: this takes less time than waking a thread for each of them.
@@ -157,7 +156,7 @@ async def reduce_shards(shards: Iterable[UnitShard], in_thread: InThread) -> Non
             for shard, work in begun:
                 shard.gradient.mean.end_small(work, None)
     for shard in alone:
-        await shard.gradient.reduce_alone(in_thread)
+        await shard.gradient.reduce_alone()
 
 
 def _reduce_small(begun: Sequence[_Begun]) -> list[UnitShard]:

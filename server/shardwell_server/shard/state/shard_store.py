@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from shardwell_server.serving.rpc import RequestLog
-from shardwell_server.shard.concurrency import in_threads_of
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.restart.shard_files import ShardFiles
@@ -74,7 +73,7 @@ class ShardStore:
         key: ClusterKey | None = None,
     ) -> None:
         self._key = key
-        self.memory = Memory(budget_bytes)
+        self.memory = Memory(budget_bytes, threads)
         self._shared = shared
         self.memory.unreserved.evict = self._evict
         self.runs: dict[str, HostedRun] = {}
@@ -82,7 +81,6 @@ class ShardStore:
         self.of_former: ShardsOfFormer | None = None
         """Shards of a former process of this server. None: shards end with their process."""
         self._dropped: deque[str] = deque(maxlen=_REMEMBERED_IDS)
-        self.in_thread = in_threads_of(threads)
         self.lease = ServingLease(lambda: asyncio.get_running_loop().time())
         """Under which the server serves trainers."""
         self._lasting = shared if shared is not None and shared.restartable else None

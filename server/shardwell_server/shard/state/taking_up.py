@@ -68,7 +68,7 @@ class ShardsOfFormer:
     """
 
     def __init__(self, shared: SharedMemory, memory: Memory, runs: dict[str, HostedRun]) -> None:
-        self._shared, self._memory, self._hosted = shared, memory, runs
+        self._shared, self._memory = shared, memory
         self._logs: dict[str, UndoLog] = {}
         """By run id."""
         self._shards: dict[ShardKey, TakenShard] = {}

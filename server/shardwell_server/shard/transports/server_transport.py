@@ -1,7 +1,6 @@
 """The interface of a shard server's transports, and the lookup of the transport that OpenTransport opens.
 
-CONTRIBUTING.md lists the steps of adding a transport. gRPC has no entry in ``registry.py``: it is always available, and
-``servicer.py`` serves it.
+CONTRIBUTING.md lists the steps of adding a transport. ``servicer.py`` builds them, and serves gRPC.
 """
 
 from __future__ import annotations

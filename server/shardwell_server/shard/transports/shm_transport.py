@@ -404,7 +404,7 @@ async def open_staging_buffer(
             start = segment.start_bytes - read.start_bytes
             staging_buffer.gradients[start : start + segment.size_bytes].view(gradient.dtype).copy_(gradient)
 
-    await store.in_thread(compute_copy)
+    await store.memory.in_thread(compute_copy)
     # During the copy, the gradient may have been discarded and its memory reused.
     if partition_requests.check_lease(run, shard, read) != generation:
         raise StepStateError(f"the gradient of step {read.context.step} of {shard.what} has been discarded")
@@ -457,7 +457,7 @@ async def stage_staging_buffer(
             shard.partitions.stage(header.dp_rank, staged)
             staging_buffer.mark_staged()
 
-    await store.in_thread(partial(partition_requests.compute_check_finite, shard, segments, values, what))
+    await store.memory.in_thread(partial(partition_requests.compute_check_finite, shard, segments, values, what))
     await uninterrupted(accept())
     return shard_pb2.StageStagingBufferResponse(version=header.context.step)
 

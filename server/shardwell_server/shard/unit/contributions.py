@@ -267,10 +267,6 @@ class KeptGradients:
         self._by_rank: dict[int, Contribution] = {}
         """Every entry has a buffer. The buffer of some entries contains no gradient."""
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(kept.buffer.numel() for kept in self._by_rank.values())
-
     def find(self, dp_rank: int, *, excluding: Collection[int] = ()) -> Contribution | None:
         """Returns the kept gradient of a rank without some segments. None if nothing is left."""
         kept = self._by_rank.get(dp_rank)

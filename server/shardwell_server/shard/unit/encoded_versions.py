@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.unit.values import Snapshots, VersionBytes
 from shardwell_wire.encoding import value_deltas
@@ -48,7 +47,6 @@ class EncodedVersions:
         self,
         wire_dtype: WireDtype,
         source: VersionBytes,
-        in_thread: InThread,
         *,
         wait_s: float,
         what: str,
@@ -59,7 +57,6 @@ class EncodedVersions:
         Args:
             wire_dtype: A lossy dtype.
             source: The version. The caller must be one of its readers.
-            in_thread: Runs the encoding in a thread.
             wait_s: Seconds to wait for memory.
             what: Names the shard in errors.
             base: What the client has of the stream. None: the client accepts no deltas.
@@ -70,19 +67,19 @@ class EncodedVersions:
         """
         async with self._lock:
             if base is None or wire_dtype not in value_deltas.WIRE_DTYPES:
-                encoded = await self._read(wire_dtype, source, in_thread, wait_s, what)
+                encoded = await self._read(wire_dtype, source, wait_s, what)
                 return EncodedStream(encoded, encoded.buffer.numel())
             chain = self._chains.setdefault(wire_dtype, DeltaChain(self._memory, self._reader_copies))
             chain.use()
             size_bytes = self._plans.plan(None, wire_dtype).size_bytes
-            if (deltas := await chain.find(base, source.version, size_bytes, in_thread)) is not None:
+            if (deltas := await chain.find(base, source.version, size_bytes)) is not None:
                 return deltas
-            encoded = await self._read(wire_dtype, source, in_thread, wait_s, what)
+            encoded = await self._read(wire_dtype, source, wait_s, what)
             try:
                 # The first reader of a version makes its deltas, which later readers share.
                 if not chain.has(encoded.version):
-                    await chain.extend(encoded, in_thread)
-                    deltas = await chain.find(base, source.version, size_bytes, in_thread)
+                    await chain.extend(encoded)
+                    deltas = await chain.find(base, source.version, size_bytes)
             except BaseException:
                 self.release(encoded)
                 raise
@@ -91,13 +88,11 @@ class EncodedVersions:
             self.release(encoded)
             return deltas
 
-    async def _read(
-        self, wire_dtype: WireDtype, source: VersionBytes, in_thread: InThread, wait_s: float, what: str
-    ) -> VersionBytes:
+    async def _read(self, wire_dtype: WireDtype, source: VersionBytes, wait_s: float, what: str) -> VersionBytes:
         """Returns an encoding with a reader. The caller holds the lock."""
         encoded = self._kept.get(wire_dtype)
         if encoded is None or not source.newest:
-            encoded = await self._encode(wire_dtype, source, in_thread, wait_s, what)
+            encoded = await self._encode(wire_dtype, source, wait_s, what)
             encoded.newest = source.newest
             # The encoding lasts only as long as its readers if the version was replaced meanwhile, or if others began
             # to wait for memory: they evicted what was kept then.
@@ -126,15 +121,13 @@ class EncodedVersions:
             chain.drop()  # first, because ``supersede`` would let the deltas in use be evicted
         self.supersede()
 
-    async def _encode(
-        self, wire_dtype: WireDtype, source: VersionBytes, in_thread: InThread, wait_s: float, what: str
-    ) -> VersionBytes:
+    async def _encode(self, wire_dtype: WireDtype, source: VersionBytes, wait_s: float, what: str) -> VersionBytes:
         size_bytes = self._plans.plan(None, wire_dtype).size_bytes
         buffer = await self._memory.acquire(size_bytes, wait_s, f"{what}, to be sent in another dtype")
         encoded = VersionBytes(buffer, source.version)
         try:
             before = source.buffer
-            await in_thread(lambda: self.compute_encode(wire_dtype, before, encoded))
+            await self._memory.in_thread(lambda: self.compute_encode(wire_dtype, before, encoded))
             source.check()
             if source.buffer is not before:
                 raise VersionGoneError(f"version {source.version} of {what} was overwritten while it was encoded")
@@ -250,16 +243,13 @@ class DeltaChain:
             deltas = shard_pb2.StreamDeltas(checksum=self._tip[0].checksum)
         return EncodedStream(encoded, encoded.buffer.numel(), deltas)
 
-    async def find(
-        self, base: shard_pb2.StreamBase, version: int, stream_bytes: int, in_thread: InThread
-    ) -> EncodedStream | None:
+    async def find(self, base: shard_pb2.StreamBase, version: int, stream_bytes: int) -> EncodedStream | None:
         """Returns the deltas from a client's base to a version, with a reader.
 
         Args:
             base: The stream that the client has.
             version: The wanted version.
             stream_bytes: Size of the whole stream.
-            in_thread: Runs copies in a thread.
 
         Returns:
             None: The chain does not have them, or no memory is free to join several.
@@ -277,7 +267,7 @@ class DeltaChain:
             # The deltas may be evicted while a thread copies them. As they have readers, they are then marked as
             # revoked.
             pieces = [link.delta.memory(0, link.size_bytes) for link in path]
-            buffer = await self._copied(pieces, stream_bytes, in_thread)
+            buffer = await self._copied(pieces, stream_bytes)
             revoked = any(link.delta.revoked is not None for link in path)
         finally:
             for link in path:
@@ -296,12 +286,11 @@ class DeltaChain:
         stops = [number for number, link in enumerate(links) if link.result.version == version]
         return links[starts[0] : stops[0] + 1] or None if starts and stops else None
 
-    async def extend(self, encoded: VersionBytes, in_thread: InThread) -> None:
+    async def extend(self, encoded: VersionBytes) -> None:
         """Makes an encoding the tip, and adds the delta from the former tip if it is small enough.
 
         Args:
             encoded: A later version than the tip. The caller is one of its readers.
-            in_thread: Runs the computation in a thread.
         """
         former, stream_bytes = self._tip, encoded.buffer.numel()
         # Both tensors are kept alive: either encoding may be evicted meanwhile.
@@ -315,8 +304,8 @@ class DeltaChain:
             before = memory_at(base.data_ptr(), stream_bytes)
             return checksum, value_deltas.encode(before, after, largest_useful(stream_bytes))
 
-        checksum, pieces = await in_thread(compute)
-        buffer = None if pieces is None else await self._copied(pieces, stream_bytes, in_thread)
+        checksum, pieces = await self._memory.in_thread(compute)
+        buffer = None if pieces is None else await self._copied(pieces, stream_bytes)
         # Nothing is awaited from here on.
         tip = _Node(encoded.version, checksum)
         is_dropped = former is None or self._tip is not former or former[1].revoked is not None
@@ -344,7 +333,7 @@ class DeltaChain:
     def _drop_oldest(self) -> None:
         self._reader_copies.add(self._links.popleft().delta)  # frees it at once if it has no reader
 
-    async def _copied(self, pieces: Sequence[Buffer], stream_bytes: int, in_thread: InThread) -> torch.Tensor | None:
+    async def _copied(self, pieces: Sequence[Buffer], stream_bytes: int) -> torch.Tensor | None:
         """Returns a buffer that starts with the pieces. None: no memory is free."""
         size_bytes, step = sum(map(len, pieces)), max(1, stream_bytes // _SIZE_CLASSES)
         # Sizes are rounded up to a few classes, so that buffers can be reused.
@@ -363,7 +352,7 @@ class DeltaChain:
             if size_bytes <= _INLINE_BYTES:
                 copy()
             else:
-                await in_thread(copy)
+                await self._memory.in_thread(copy)
         except BaseException:
             self._memory.release_buffer(buffer)
             raise

@@ -1,14 +1,14 @@
 """Optimizer partitions of one shard, which trainers update: staged values, and the optimizers' state.
 
 The update of a committed step applies staged values and state together. Until then they can be replaced. They are
-dropped when the gradient that they were computed from changes. When the servers' shards are cut anew, the state is cut
-and joined as ``TrainerState``.
+dropped when the gradient that they were computed from changes. ``TrainerState`` is the state as checkpoints and copies
+of shards have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ from shardwell_server.shard.memory.buffer_reuse import tensor_memory
 from shardwell_server.shard.memory.mapped_memory import SharedBuffer, SharedMemory
 from shardwell_server.shard.shard_spec import ShardSpec
 from shardwell_wire.encoding.chunk_streams import memory_at
-from shardwell_wire.errors import CapacityError, ConflictError, IncompleteStepError, InvalidRequestError
+from shardwell_wire.errors import CapacityError, ConflictError, IncompleteStepError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.model.topology import part_in, state_places, values_offset
 from shardwell_wire.v1 import shard_pb2
@@ -404,9 +404,6 @@ class SharedStagingBuffer:
         return made, grant
 
 
-# ---- cut and joined ----
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """The state that a trainer's optimizer keeps for a range of one data rank's optimizer partition."""
@@ -427,105 +424,7 @@ class TrainerState:
         for tensor, content in zip(self.tensors, self.data, strict=True):
             yield tensor, content, segments[tensor.parameter_index]
 
-    def cut(self, layout: UnitLayout, start_bytes: int, stop_bytes: int) -> TrainerState:
-        """Returns the state of a range within this range. Copies nothing.
-
-        Raises:
-            InvalidRequestError: A tensor of the state would be cut, but it does not have one element for each value.
-        """
-        after, tensors, data = _segments(layout, start_bytes, stop_bytes), [], []
-        for tensor, content, outside in self.located(layout):
-            inside = after.get(tensor.parameter_index)
-            if inside is None:
-                continue
-            if not tensor.shape or inside == outside:
-                tensors.append(tensor)
-                data.append(content)
-                continue
-            if not _is_elementwise(tensor, outside):
-                raise _uncuttable(layout, tensor)
-            item_bytes = content.numel() // (outside.stop_element - outside.start_element)
-            low = (inside.start_element - outside.start_element) * item_bytes
-            high = (inside.stop_element - outside.start_element) * item_bytes
-            tensors.append(_with_elements(tensor, inside))
-            data.append(content[low:high])
-        return replace(self, start_bytes=start_bytes, stop_bytes=stop_bytes, tensors=tensors, data=data)
-
-
-def merge_trainer_states(layout: UnitLayout, bounds: tuple[int, int], states: Sequence[TrainerState]) -> TrainerState:
-    """Joins the states of adjacent ranges of one data rank's partition.
-
-    Args:
-        layout: The unit.
-        bounds: The joined range, half-open, in the unit's flat vector.
-        states: Its pieces, in the order of their ranges.
-
-    Raises:
-        InvalidRequestError: A tensor is cut, but does not have one element per value; or a number differs between the
-            pieces of a parameter; or a piece lacks a tensor.
-    """
-    found: dict[tuple[int, str], list[tuple[shard_pb2.StateTensor, torch.Tensor, Segment]]] = {}
-    for state in states:
-        for piece in state.located(layout):
-            found.setdefault((piece[0].parameter_index, piece[0].name), []).append(piece)
-    inside, tensors, data = _segments(layout, *bounds), [], []
-    for (index, name), pieces in found.items():
-        tensor, whole = pieces[0][0], inside[index]
-        covered = sum(segment.stop_element - segment.start_element for _, _, segment in pieces)
-        if covered != whole.stop_element - whole.start_element:
-            parameter = layout.parameters[index].name
-            raise InvalidRequestError(
-                f"the state {name!r} of parameter {parameter!r} exists for {covered} elements of "
-                f"{whole.stop_element - whole.start_element}: the pieces do not belong to one version",
-                parameter=parameter,
-            )
-        if len(pieces) == 1 or not tensor.shape:
-            tensors.append(tensor)
-            data.append(equal_tensor([content for _, content, _ in pieces], f"state {name!r} of a partition"))
-        elif all(_is_elementwise(piece, segment) for piece, _, segment in pieces):
-            tensors.append(_with_elements(tensor, whole))
-            data.append(torch.cat([content for _, content, _ in pieces]))
-        else:
-            raise _uncuttable(layout, tensor)
-    return TrainerState(
-        dp_rank=states[0].dp_rank, start_bytes=bounds[0], stop_bytes=bounds[1], tensors=tensors, data=data
-    )
-
-
-def equal_tensor(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-    """Returns the first of several tensors that must have equal bytes. Raises InvalidRequestError if they do not."""
-    first = _bytes_of(tensors[0])
-    if not all(torch.equal(first, _bytes_of(other)) for other in tensors[1:]):
-        raise InvalidRequestError(f"the {what} differs between its pieces: {', '.join(map(str, tensors))}")
-    return tensors[0]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
 
 def _segments(layout: UnitLayout, start_bytes: int, stop_bytes: int) -> dict[int, Segment]:
     """Returns the segments of a range by parameter index."""
     return {segment.parameter_index: segment for segment in layout.segments(start_bytes, stop_bytes)}
-
-
-def _is_elementwise(tensor: shard_pb2.StateTensor, segment: Segment) -> bool:
-    """True if a tensor has one element per value of its part, so that it can be cut like the values."""
-    return list(tensor.shape) == [segment.stop_element - segment.start_element]
-
-
-def _with_elements(tensor: shard_pb2.StateTensor, segment: Segment) -> shard_pb2.StateTensor:
-    """Returns the description of an element-wise tensor for another part of its parameter."""
-    other = shard_pb2.StateTensor()
-    other.CopyFrom(tensor)
-    other.shape[:] = [segment.stop_element - segment.start_element]
-    return other
-
-
-def _uncuttable(layout: UnitLayout, tensor: shard_pb2.StateTensor) -> InvalidRequestError:
-    name = layout.parameters[tensor.parameter_index].name
-    return InvalidRequestError(
-        f"the state {tensor.name!r} of parameter {name!r} has shape {list(tensor.shape)}, not one element per value: "
-        "it cannot be cut over other servers; use as many servers as before",
-        parameter=name,
-    )

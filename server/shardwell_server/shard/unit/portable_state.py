@@ -1,14 +1,12 @@
 """The committed state of a shard in a form that does not depend on how the unit is cut into shards.
 
-Checkpoints, copies of shards and relocations exchange this state. ``export`` returns views of a shard's memory,
-``restrict`` and ``merge`` cut the state anew, and ``import_state`` fills a reserved shard. ``begin_import`` returns the
-memory of the new shard for callers that fill it themselves, for example from a stream. ``VersionCapture`` keeps the
-state of one version while a checkpoint writes it.
+Checkpoints, copies of shards and relocations exchange this state. ``export`` returns views of a shard's memory.
+``begin_import`` returns the memory of a reserved shard, which the caller fills, for example from a stream.
+``VersionCapture`` keeps the state of one version while a checkpoint writes it.
 
 Note: [Absent is not zero]
     A part without a gradient so far has no optimizer state, and its first update differs from an update with state of
-    zeros (SGD's first momentum is the gradient itself). An absent tensor is therefore missing from ``PartState.state``,
-    and ``merge`` rejects parts of one parameter that do not have the same tensors.
+    zeros (SGD's first momentum is the gradient itself). An absent tensor is therefore missing from ``PartState.state``.
 
 Note: [Copies for checkpoints]
     A checkpoint reads the memory of the shards while training goes on. An update changes values and optimizer state in
@@ -34,15 +32,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwell_server.shard.arithmetic.shard_optimizer import RestoredPart
-from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import Memory
-from shardwell_server.shard.unit.partitions import TrainerState, equal_tensor, merge_trainer_states
+from shardwell_server.shard.unit.partitions import TrainerState
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, TRAINER_STATE, VALUES
 from shardwell_wire.errors import CapacityError, InvalidRequestError, ShardwellError, StepStateError, UnavailableError
 from shardwell_wire.model.layout import DTYPE_NAMES, DTYPE_NUMBERS, UnitLayout
 from shardwell_wire.model.optimizers import OPTIMIZERS, StateShape
-from shardwell_wire.model.topology import check_state_tensor, part_in, state_places, state_size
+from shardwell_wire.model.topology import check_state_tensor, state_places, state_size
 from shardwell_wire.v1 import shard_pb2
 
 _ELEMENTWISE = (StateShape.PARAMETER, StateShape.VECTOR)
@@ -85,32 +82,6 @@ class PartState:
             found[AVERAGE] = self.average
         return found | {f"{KEPT_GRADIENT}{rank}": gradient for rank, gradient in sorted(self.kept.items())}
 
-    def cut(self, start_element: int, stop_element: int) -> PartState:
-        """Returns the part inside a range of elements.
-
-        Raises:
-            InvalidRequestError: A state tensor needs the whole parameter.
-        """
-        if (start_element, stop_element) == (self.start_element, self.stop_element):
-            return self
-        here = slice(start_element - self.start_element, stop_element - self.start_element)
-        is_elementwise = elementwise_state(self.algorithm)
-        for name, tensor in self.state.items():
-            if tensor.ndim and not is_elementwise[name]:
-                raise InvalidRequestError(
-                    f"the state {name!r} of {self.algorithm} belongs to a whole parameter, but parameter "
-                    f"{self.parameter_index} of the unit would be cut: place the unit with whole tensors"
-                )
-        return replace(
-            self,
-            start_element=start_element,
-            stop_element=stop_element,
-            values=self.values[here],
-            state={name: tensor[here] if tensor.ndim else tensor for name, tensor in self.state.items()},
-            average=None if self.average is None else self.average[here],
-            kept={rank: gradient[here] for rank, gradient in self.kept.items()},
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardState:
@@ -146,103 +117,6 @@ class ShardState:
             for spec, data in zip(partition.tensors, partition.data, strict=True):
                 name = self.layout.parameters[spec.parameter_index].name
                 yield f"{name}|{TRAINER_STATE}{spec.name}|rank {partition.dp_rank}", data
-
-    def restrict(self, start_bytes: int, stop_bytes: int) -> ShardState:
-        """Returns the state of a range within this range. Copies nothing.
-
-        Raises:
-            InvalidRequestError: The range is not within this one, or cuts a tensor that must be whole.
-        """
-        if not self.start_bytes <= start_bytes <= stop_bytes <= self.stop_bytes:
-            raise InvalidRequestError(
-                f"range [{start_bytes}, {stop_bytes}) of unit {self.layout.unit!r} is not within "
-                f"[{self.start_bytes}, {self.stop_bytes})"
-            )
-        parts = {part.parameter_index: part for part in self.parts}
-        segments = self.layout.segments(start_bytes, stop_bytes)
-        cut = [parts[at.parameter_index].cut(at.start_element, at.stop_element) for at in segments]
-        partitions = [
-            partition.cut(self.layout, max(start_bytes, partition.start_bytes), end)
-            for partition in self.partitions
-            if max(start_bytes, partition.start_bytes) < (end := min(stop_bytes, partition.stop_bytes))
-        ]
-        return replace(self, start_bytes=start_bytes, stop_bytes=stop_bytes, parts=cut, partitions=partitions)
-
-
-def merge(states: Iterable[ShardState]) -> ShardState:
-    """Joins the states of adjacent ranges of one unit. Copies only the parameters that the ranges cut.
-
-    Raises:
-        InvalidRequestError: The ranges are not adjacent, or belong to different units or worlds, or their states of one
-            parameter do not fit together.
-    """
-    pieces = sorted(states, key=lambda state: (state.start_bytes, state.stop_bytes))
-    if not pieces:
-        raise InvalidRequestError("no state to merge: name at least one piece")
-    first, end = pieces[0], pieces[0].start_bytes
-    for piece in pieces:
-        alike = (piece.layout, piece.dp, piece.averages_begun) == (first.layout, first.dp, first.averages_begun)
-        if piece.start_bytes != end or not alike:
-            raise InvalidRequestError(
-                f"the states of unit {first.layout.unit!r} do not fit together: expected a piece that starts at byte "
-                f"{end}, with dp {first.dp}; got one at {piece.start_bytes}, with dp {piece.dp}"
-            )
-        end = piece.stop_bytes
-    by_parameter: dict[int, list[PartState]] = {}
-    by_rank: dict[int, list[TrainerState]] = {}
-    for piece in pieces:
-        for part in piece.parts:
-            by_parameter.setdefault(part.parameter_index, []).append(part)
-        for partition in piece.partitions:
-            by_rank.setdefault(partition.dp_rank, []).append(partition)
-    return replace(
-        first,
-        stop_bytes=end,
-        parts=[_merge_parts(first.layout, parts) for _, parts in sorted(by_parameter.items())],
-        partitions=[
-            merge_trainer_states(
-                first.layout, part_in(first.layout.size_bytes, first.dp, rank, first.start_bytes, end), parts
-            )
-            for rank, parts in sorted(by_rank.items())
-        ],
-    )
-
-
-def _merge_parts(layout: UnitLayout, parts: Sequence[PartState]) -> PartState:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    name = layout.parameters[first.parameter_index].name
-    for part in parts[1:]:
-        for what, own, other in (
-            ("optimizer", part.algorithm, first.algorithm),
-            ("number of updates", part.step_count, first.step_count),
-            ("state tensors", sorted(part.state), sorted(first.state)),
-            ("ranks with kept gradients", sorted(part.kept), sorted(first.kept)),
-            ("moving average", part.average is not None, first.average is not None),
-        ):
-            if own != other:
-                raise InvalidRequestError(
-                    f"the pieces of parameter {name!r} do not fit together: {what} is {other!r} in one, {own!r} in "
-                    "another",
-                    parameter=name,
-                )
-
-    def joined(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-        # A state without dimensions, such as a count, is one number for the whole parameter.
-        if tensors[0].ndim:
-            return torch.cat(list(tensors))
-        return equal_tensor(tensors, f"{what} of parameter {name!r}")
-
-    averages = [part.average for part in parts if part.average is not None]
-    return replace(
-        first,
-        stop_element=parts[-1].stop_element,
-        values=torch.cat([part.values for part in parts]),
-        state={key: joined([part.state[key] for part in parts], f"state {key!r}") for key in first.state},
-        average=torch.cat(averages) if averages else None,
-        kept={rank: torch.cat([part.kept[rank] for part in parts]) for rank in first.kept},
-    )
 
 
 # ---- in messages ----
@@ -394,7 +268,7 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
         description: State of the shard's range. Its tensors may be on the meta device: only their sizes are read.
 
     Returns:
-        The shard's own memory in the form of ``description``: fill every tensor, for example with ``copy_state``.
+        The shard's own memory in the form of ``description``: fill every tensor.
 
     Raises:
         StepStateError: The shard has a version already.
@@ -435,23 +309,10 @@ def begin_import(shard: UnitShard, description: ShardState) -> ShardState:
     return replace(description, parts=parts, partitions=partitions)
 
 
-def copy_state(destination: ShardState, source: ShardState) -> None:
-    """Copies a state into the memory that ``begin_import`` returned for it. May run in a thread."""
-    for (name, own), (other_name, other) in zip(destination.tensors(), source.tensors(), strict=True):
-        assert name == other_name
-        own.copy_(other)
-
-
 def finish_import(shard: UnitShard, version: int) -> None:
     """Publishes the state that was imported as a version of the shard."""
     shard.values.publish_version(version)
     shard.record()
-
-
-def import_state(shard: UnitShard, state: ShardState, version: int) -> None:
-    """Fills a reserved shard with a state, and publishes it as a version. Raises as ``begin_import`` does."""
-    copy_state(begin_import(shard, state), state)
-    finish_import(shard, version)
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -548,7 +409,7 @@ class CapturedShard:
 
     # ---- on the event loop ----
 
-    async def detach(self, in_thread: InThread) -> bool:
+    async def detach(self) -> bool:
         """Copies what is not written yet. Returns False if memory was short for a part of it."""
         copies, is_short = {}, False
         for number, tensor in enumerate(self._tensors):
@@ -564,7 +425,7 @@ class CapturedShard:
                 self._compute_copy(number, copy)
 
         if copies:
-            await in_thread(compute)
+            await self._memory.in_thread(compute)
         return not is_short
 
     def _compute_copy(self, number: int, copy: torch.Tensor) -> None:
@@ -592,15 +453,13 @@ class VersionCapture:
     Args:
         version: The version.
         shards: The captured shards, in the order in which they should be written.
-        in_thread: Runs copies in a thread.
     """
 
-    def __init__(self, version: int, shards: Sequence[CapturedShard], in_thread: InThread) -> None:
+    def __init__(self, version: int, shards: Sequence[CapturedShard]) -> None:
         self.version, self.shards = version, tuple(shards)
         self.failure: ShardwellError | None = None
         """Why the capture ended early."""
         self._by_shard = {id(captured.shard): captured for captured in shards}
-        self._in_thread = in_thread
         self._waited_s = 0.0
 
     def needs(self, shard: UnitShard) -> bool:
@@ -611,7 +470,7 @@ class VersionCapture:
     async def before_update(self, shard: UnitShard) -> None:
         """Makes sure that an update of a shard changes nothing that is not written. Runs before the update."""
         captured = self._by_shard.get(id(shard))
-        if captured is None or captured.written.is_set() or await captured.detach(self._in_thread):
+        if captured is None or captured.written.is_set() or await captured.detach():
             return
         captured.wanted, loop = True, asyncio.get_running_loop()
         started = loop.time()

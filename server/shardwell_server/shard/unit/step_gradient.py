@@ -20,7 +20,7 @@ from shardwell_server.shard.arithmetic.reduction import (
     block_rows,
     reduce_shard,
 )
-from shardwell_server.shard.concurrency import InThread, uninterrupted
+from shardwell_server.shard.concurrency import uninterrupted
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.restart.shard_files import ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
@@ -59,6 +59,7 @@ class StepGradient:
         self, spec: ShardSpec, parts: Segments, memory: Memory, partitions: Partitions, files: ShardFiles | None
     ) -> None:
         self._spec, self._parts, self._partitions, self._files = spec, parts, partitions, files
+        self._memory = memory
         summed = 1 if spec.asynchronous else spec.dp
         self.order = SumOrder(summed, spec.reduction_groups, num_stages=len(spec.layout.pp_ranks))
         """The order in which contributions are added."""
@@ -138,7 +139,6 @@ class StepGradient:
         header: shard_pb2.ReduceScatterHeader,
         memory: ContributionMemory,
         checksum: int | None,
-        in_thread: InThread,
     ) -> None:
         """Adds the next part of a contribution, and discards the mean. Runs in ``HostedRun.exclusively``.
 
@@ -148,7 +148,6 @@ class StepGradient:
             header: Header of the push that contains the part, checked by ``Push``.
             memory: The complete part. The contribution claims the memory of part 0.
             checksum: Checksum of the part's stream. None: the part came through shared memory.
-            in_thread: Runs tensor work in a thread.
         """
         views = LazyViews(memory.buffer, self._parts.views) if memory.views is None else memory.views
         numbers = self._parts.numbers_of("parameter_indices", tuple(header.parameter_indices))
@@ -167,14 +166,14 @@ class StepGradient:
             first = Contribution(epoch, attempt, memory.claim(), views, memory.release, set(numbers), summed=summed)
             contributions.add(contributor, first)
             if (kept := self.kept.find(contributor, excluding=dropped)) is not None:
-                await uninterrupted(in_thread(lambda: first.compute_add_kept(kept)))
+                await uninterrupted(self._memory.in_thread(lambda: first.compute_add_kept(kept)))
             first.count_part(checksum)
         else:
             contribution = contributions.by_rank[contributor]
             contribution.drop(dropped)
 
             async def add() -> None:
-                await in_thread(lambda: contribution.compute_add(views, sorted(numbers)))
+                await self._memory.in_thread(lambda: contribution.compute_add(views, sorted(numbers)))
                 contribution.count_part(checksum)
 
             await uninterrupted(add())
@@ -244,23 +243,23 @@ class StepGradient:
         """True if ``reduce`` has to compute the mean."""
         return self.reduced is None or self.reduced.skipped
 
-    async def reduce(self, in_thread: InThread) -> Reduced:
+    async def reduce(self) -> Reduced:
         """Computes the mean of the contributions. Returns the same result when repeated.
 
         Raises:
             NonFiniteError: The mean has NaN or infinity. The error names the parameter and the ranks.
         """
         if self.awaits_reduction:
-            await self.reduce_alone(in_thread)
+            await self.reduce_alone()
         assert self.reduced is not None
         if self.reduced.non_finite is not None:
-            raise await in_thread(partial(self.compute_non_finite_error, self.reduced.non_finite))
+            raise await self._memory.in_thread(partial(self.compute_non_finite_error, self.reduced.non_finite))
         return self.reduced
 
-    async def reduce_alone(self, in_thread: InThread) -> None:
+    async def reduce_alone(self) -> None:
         """Computes the mean of the contributions of this shard only; see ``reduce_shards``."""
         found = sorted(self._gradients().items())
-        await self.mean.compute(found, self.order, self._mean_file(found), partial(self.compute, in_thread))
+        await self.mean.compute(found, self.order, self._mean_file(found), self.compute)
 
     def begin_small(self) -> SmallReduction | None:
         """Returns how to compute the mean together with those of other shards; see ``MeanGradient.begin_small``."""
@@ -287,9 +286,9 @@ class StepGradient:
         self.mean.discard()
         self._partitions.invalidate()
 
-    async def compute(self, in_thread: InThread, work: Callable[[], Result]) -> Result:
+    async def compute(self, work: Callable[[], Result]) -> Result:
         """Does tensor work on the shard: at once if the shard is small, else in a thread."""
-        return work() if self._spec.size_bytes <= MAX_BYTES else await in_thread(work)
+        return work() if self._spec.size_bytes <= MAX_BYTES else await self._memory.in_thread(work)
 
     def compute_non_finite_error(self, number: int) -> NonFiniteError:
         """Returns an error that names the ranks whose gradient of a segment is not finite."""
@@ -346,7 +345,7 @@ class StepGradient:
         present = self.mean.present
         return present if self.mean.in_file or not present else None
 
-    async def share_mean(self, in_thread: InThread) -> None:
+    async def share_mean(self) -> None:
         """Puts the mean gradient into a shared file, from which a backup or the next process reads it.
 
         Runs in ``HostedRun.exclusively``. Does nothing without a mean gradient, or if shared memory is full.
@@ -354,7 +353,7 @@ class StepGradient:
         if self.reduced is None or self._files is None or self.recorded_segments is not None:
             return
         if (file := self.acquire_mean_file()) is not None:
-            await self.compute(in_thread, partial(self.compute_write, file))
+            await self.compute(partial(self.compute_write, file))
             self.mean.in_file = True
 
     def compute_write(self, file: torch.Tensor) -> None:
@@ -410,7 +409,7 @@ class PushedBuffers(StepGradient):
         """Always False: buffers are not reduced."""
         return False
 
-    async def reduce(self, in_thread: InThread) -> Reduced:
+    async def reduce(self) -> Reduced:
         """Returns a mean without gradients."""
         self.skip_reduction()
         assert self.reduced is not None

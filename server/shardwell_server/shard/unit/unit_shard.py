@@ -24,7 +24,7 @@ from shardwell_server.shard.arithmetic.shard_optimizer import (
     settings_of,
 )
 from shardwell_server.shard.arithmetic.update_pieces import Clipping
-from shardwell_server.shard.concurrency import InThread, OpenStreams
+from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
@@ -111,7 +111,7 @@ class UnitShard:
         role: Role = Role.PRIMARY,
         files: ShardFiles | None = None,
     ) -> None:
-        self.spec, self.role, self._memory, self._files = spec, role, memory, files
+        self.spec, self.role, self.memory, self._files = spec, role, memory, files
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
         self.start_bytes, self.stop_bytes, self.size_bytes = spec.start_bytes, spec.stop_bytes, spec.size_bytes
         self.unit, self.what, self.placement = spec.unit, spec.what, spec.placement
@@ -223,11 +223,10 @@ class UnitShard:
         """Raises IncompleteStepError unless the partitions of all data ranks are staged."""
         self.partitions.check_staged()
 
-    async def prepare_update(self, in_thread: InThread, update: StepUpdate) -> None:
+    async def prepare_update(self, update: StepUpdate) -> None:
         """Allocates the memory that ``update`` will need. Readers see no change.
 
         Args:
-            in_thread: Runs tensor work in a thread.
             update: The update, checked by ``check_update``.
 
         Raises:
@@ -247,8 +246,8 @@ class UnitShard:
         try:
             state_bytes, workspace_bytes = applied.needs(present, optimizer, chosen)
             reserved_bytes = self.partitions.state_bytes + state_bytes
-            self._memory.reserve_optimizer(self.spec.memory_key, reserved_bytes, workspace_bytes)
-            await gradient.compute(in_thread, lambda: applied.prepare(present, optimizer, chosen, key))
+            self.memory.reserve_optimizer(self.spec.memory_key, reserved_bytes, workspace_bytes)
+            await gradient.compute(lambda: applied.prepare(present, optimizer, chosen, key))
             if self._files is not None:
                 self._files.reserve_undo(applied.piece_bytes)
         except (RuntimeError, MemoryError) as error:
@@ -279,21 +278,21 @@ class UnitShard:
         """Records the size of the optimizer's state in the memory budget."""
         own_bytes = 0 if self.optimizer is None else self.optimizer.size_bytes
         self.optimizer_bytes = self.partitions.state_bytes + own_bytes
-        self._memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
+        self.memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
 
-    async def update(self, in_thread: InThread, update: StepUpdate, *, hold: bool = False) -> None:
+    async def update(self, update: StepUpdate, *, hold: bool = False) -> None:
         """Makes the next version from the version of the step and the mean gradient.
 
         After an error, the same call finishes the update. Until then, neither version can be read. If ``hold`` is True,
         the version of the step stays readable, because a work item reads it.
         """
-        await self.prepare_update(in_thread, update)
+        await self.prepare_update(update)
         self.encoded.supersede()
         self.reader_copies.supersede()
         changes = self.changes_values(update)
         hold = hold and not self.layout.holds_buffers
-        async with self.values.becoming(update.step + 1, in_thread, changes=changes, hold=hold):
-            await self.gradient.compute(in_thread, partial(self.compute_update, update))
+        async with self.values.becoming(update.step + 1, changes=changes, hold=hold):
+            await self.gradient.compute(partial(self.compute_update, update))
         if update.runs_on_trainers:
             self.partitions.settle()
         self._end_step()
@@ -394,11 +393,11 @@ class UnitShard:
         if self._files is not None:
             self._files.save(self._state())
 
-    async def record_prepared(self, in_thread: InThread) -> None:
+    async def record_prepared(self) -> None:
         """As ``record``, once the gradients of a step are reduced. Repeated calls have no effect."""
         if self._files is not None and not self.gradient.mean.recorded:
             if self.gradient.recorded_segments is None:
-                await self.gradient.share_mean(in_thread)
+                await self.gradient.share_mean()
             self.record()
             self.gradient.mean.recorded = True
 
@@ -531,7 +530,7 @@ class UnitShard:
         Raises:
             CapacityError: The operating system has no memory.
         """
-        grant = self._memory.grant(self.size_bytes, self.initial_quota, f"imported values of {self.what}")
+        grant = self.memory.grant(self.size_bytes, self.initial_quota, f"imported values of {self.what}")
         received = grant.incoming(self.size_bytes)
         received.buffer.zero_()
         self.values.accept_initial(self.values.initial_epoch, received)
@@ -549,7 +548,7 @@ class UnitShard:
         if not averages_begun and all(part.algorithm is None for part in parts):
             return [RestoredPart() for _ in parts]
         tensors = [tensor for part in parts for tensor in (*part.state.values(), part.average) if tensor is not None]
-        self._memory.reserve_optimizer(self.spec.memory_key, sum(tensor.nbytes for tensor in tensors), 0)
+        self.memory.reserve_optimizer(self.spec.memory_key, sum(tensor.nbytes for tensor in tensors), 0)
         optimizer = self._require_optimizer()
         made = optimizer.allocate_like(parts)
         optimizer.restore(made, averages_begun=averages_begun)
@@ -568,7 +567,7 @@ class BufferShard(UnitShard):
     def check_partitions(self) -> None:
         """Does nothing: optimizers that run on the trainers stage nothing for buffers."""
 
-    async def prepare_update(self, in_thread: InThread, update: StepUpdate) -> None:
+    async def prepare_update(self, update: StepUpdate) -> None:
         """Does nothing: an update of buffers needs no memory."""
 
     def changes_values(self, update: StepUpdate) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwell_server.shard.concurrency import InThread
 from shardwell_server.shard.memory.budget import BufferQuota, Grant, IncomingBuffer, Memory
 from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_wire.encoding.chunk_streams import memory_at
@@ -249,9 +248,7 @@ class Values:
         self._notify()
 
     @asynccontextmanager
-    async def becoming(
-        self, version: int, in_thread: InThread, *, changes: bool = True, hold: bool = False
-    ) -> AsyncIterator[None]:
+    async def becoming(self, version: int, *, changes: bool = True, hold: bool = False) -> AsyncIterator[None]:
         """Lets the block change the values in place. When the block ends, they are the given version.
 
         If ``changes`` is False, the block leaves the values as they are. If ``hold`` is True, the version before stays
@@ -266,7 +263,7 @@ class Values:
             before = self.current
             before.newest = False  # what is encoded from it from here on must not be kept for the next version
             try:
-                await self._move_readers(in_thread, hold=hold)
+                await self._move_readers(hold=hold)
             except BaseException:
                 before.newest, self._updating = True, False
                 self._notify()
@@ -277,13 +274,13 @@ class Values:
         yield
         self.end_in_place(version, changes=changes)
 
-    async def _move_readers(self, in_thread: InThread, *, hold: bool) -> None:
+    async def _move_readers(self, *, hold: bool) -> None:
         """Moves the readers of the current version to a held version or a snapshot, or revokes it without memory."""
         assert self.live is not None and self.current is not None and self.version is not None
         before, live, copy = self.current, self.live.buffer, None
         if hold:
             memory = self.held.allocate(self.live.size_bytes)
-            await in_thread(lambda: memory.copy_(live))
+            await self._memory.in_thread(lambda: memory.copy_(live))
             self.held.add(self._replace_current())
             return
         if before.readers:
@@ -293,7 +290,7 @@ class Values:
         if copy is not None:
             target = copy
             try:
-                await in_thread(lambda: target.copy_(live))
+                await self._memory.in_thread(lambda: target.copy_(live))
             except BaseException:
                 self._memory.release_buffer(copy)
                 raise

@@ -1,1 +1,0 @@
-"""The step rpcs and the two-phase commit of a step."""
