@@ -13,6 +13,9 @@ from torch import nn
 
 import shardwell
 from shardwell import testing
+from shardwell.store import sums
+from shardwell.store.host_relay import HostRelay
+from shardwell_server.shard.requests import relayed_shards
 from shardwell_wire.errors import UsageError
 from tests.support.reference import sha256
 
@@ -152,6 +155,44 @@ def test_adaptive_pushes_small_units_directly() -> None:
     assert together.run() == Training(reduction="direct").run()
     (choice,) = {tuple(at.values()) for at in together.reports[0].unit_routes.values()}
     assert choice == ("direct", "smaller than 256 KiB")
+
+
+@pytest.mark.parametrize("without", [(0, 1), (1,), ()])
+def test_adaptive_adds_among_trainers_where_a_relay_is_missing(
+    without: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All trainers choose alike, also if only one of them has no relay."""
+    connect = HostRelay._connect
+
+    def connect_some(relay: HostRelay, *present: Any) -> Any:
+        return None if relay._dp_rank in without else connect(relay, *present)
+
+    monkeypatch.setattr(sums, "SMALL_UNIT_BYTES", 0)
+    monkeypatch.setattr(HostRelay, "_connect", connect_some)
+    together = Training(reduction="adaptive")
+    assert together.run() == Training(reduction="direct").run()
+    routes = {choice["route"] for report in together.reports for choice in report.unit_routes.values()}
+    assert routes == {"allreduce" if without else "hierarchical"}
+    assert total(together, "direct_count") == 0
+
+
+def test_trainers_with_different_relays_get_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A relay keeps what it has of a run apart by rollbacks, as two relays would."""
+    open_relay = HostRelay._open
+
+    def open_own(relay: HostRelay, found: Any) -> Any:
+        relay._rollback_count = 1 + relay._dp_rank
+        return open_relay(relay, found)
+
+    monkeypatch.setattr(relayed_shards, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(HostRelay, "_open", open_own)
+    apart = Training(reduction="hierarchical")
+    assert apart.run() == Training(reduction="direct").run()
+    assert total(apart, "node_summed_bytes") == total(apart, "hierarchical_count") == 0
+    assert total(apart, "direct_pushed_bytes") == 2 * STEPS * gradient_bytes()
+    assert "did not push their gradients through this relay in 3 consecutive steps" in caplog.text
 
 
 def test_several_optimizers_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 import shardwell
 from shardwell_wire.errors import UsageError
+from tests.support.cluster import events, wait_until
+from tests.support.processes import TrainerProcess
 from tests.support.rank_runs import STEPS, gradient_bytes, hashes, total, train_ranks
 from tests.support.reference import undisturbed_sha256
 from tests.support.shared_files import wait_for_no_folder
@@ -67,6 +70,23 @@ def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: in
     assert hashes([survivor]) == [undisturbed_sha256(dp=2, steps=STEPS)]
     assert survivor["stats"]["node_summed_bytes"] > 0
     assert not warnings_of(survivor), "the relay no longer waits for the lost trainer"
+
+
+def test_trainer_that_joins_again_uses_the_relay_again(cluster: shardwell.LocalCluster) -> None:
+    steps, run = 8, uuid.uuid4().hex
+    options = ("--dp", 2, "--steps", steps)
+    with (
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1, "--stop-at-step", 1) as second,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0, "--stop-at-step", 2) as first,
+    ):
+        second.wait_stopped()
+        first.wait_stopped()  # it has computed step 1 without the other trainer
+        second.resume()
+        wait_until(lambda: [at.kind for at in events(cluster.address, run)].count("trainer_joined") == 3, "joins again")
+        first.resume()
+        results = [first.finish(), second.finish()]
+    assert hashes(results) == [undisturbed_sha256(dp=2, steps=steps)] * 2
+    assert total(results, "node_summed_bytes") >= 5 * gradient_bytes(), "step 0, and the steps after the second join"
 
 
 def test_several_backwards_are_added_per_rank_first(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 
 import shardwell
 from shardwell.processes.local_cluster import ServerProcess
+from shardwell.store import host_relay
+from shardwell.transport import shm_transport
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.v1 import coordinator_pb2
@@ -119,6 +124,111 @@ def test_killed_relay_changes_no_bit_and_is_used_again(
 
         assert train(session, {1: relay.kill, 4: used_again}) == undisturbed
         assert all(shard.cached.is_relayed for unit in store._units.values() for shard in unit.shards)
+
+
+@contextmanager
+def stopped(relay: ServerProcess) -> Iterator[None]:
+    """Context in which a relay answers nothing, although it has its lease."""
+    os.kill(relay.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(relay.pid, signal.SIGCONT)
+
+
+def relay_of(session: shardwell.Session) -> str:
+    found = session.store._relay.find()
+    return "" if found is None else found.server_id
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_trainer_uses_a_shard_server_if_the_preferred_relay_cannot_be_used(
+    cluster: shardwell.LocalCluster,
+    relay: ServerProcess,
+    plain_hash: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(host_relay, "_OPEN_TIMEOUT_S", 1.0)
+    with ExitStack() as stack:
+        if how == "stop":
+            stack.enter_context(stopped(relay))
+        else:
+            os.kill(relay.pid, signal.SIGKILL)  # nobody learns of it before the trainer
+        session = stack.enter_context(joined(cluster))
+        assert train(session, {}) == plain_hash
+        assert relay_of(session).startswith("shard-")
+        assert session.stats()["cache_hit_bytes"] > 0
+    assert "no relay on host" not in caplog.text
+
+
+def test_trainers_agree_on_a_relay_although_the_preferred_one_does_not_answer(
+    cluster: shardwell.LocalCluster, relay: ServerProcess, plain_hash: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWELL_TRANSPORTS", REMOTE)
+    monkeypatch.setenv("SHARDWELL_GRADIENT_REDUCTION", "hierarchical")
+    options, run = ("--dp", 2, "--steps", STEPS), uuid.uuid4().hex
+    with (
+        stopped(relay),
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as second,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0) as first,
+    ):
+        results = [first.finish(), second.finish()]
+    assert [result.get("sha256") for result in results] == [plain_hash] * 2, results
+    stats = [result["stats"] for result in results]
+    assert sum(each["node_summed_bytes"] for each in stats) == sum(each["pushed_bytes"] for each in stats) > 0
+
+
+def test_trainers_with_different_relays_meet_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After a restart, the coordinator does not know which relays are used."""
+    monkeypatch.setattr(host_relay, "_OPEN_TIMEOUT_S", 1.0)
+    run, world = uuid.uuid4().hex, shardwell.World(dp=2)
+    options = join_options(transports=REMOTE, host_cache_bytes=1 << 30, min_trainers=1)
+    with shardwell.LocalCluster(1) as cluster, relay_process(cluster, tmp_path) as relay, ExitStack() as stack:
+
+        def join() -> shardwell.Session:
+            return stack.enter_context(shardwell.join(cluster.address, run=run, world=world, **options))
+
+        first = join()
+        with stopped(relay):
+            assert relay_of(first) == "shard-0"
+        cluster.restart_coordinator()
+        second = join()
+        wait_until(lambda: relay_of(second) == "relay-0", "the preferred relay")
+        assert relay_of(first) == "shard-0"
+        left = first.store._relay.find()
+        assert left is not None
+        left.has_pushed_alone = True  # the gradient of one trainer waited in vain for that of the other
+        wait_until(lambda: relay_of(first) == relay_of(second) == "relay-0", "the same relay")
+        assert left.is_lost
+
+
+def test_warning_says_why_there_is_no_relay(
+    cluster_of_one: shardwell.LocalCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warning() -> str:
+        caplog.clear()
+        with joined(cluster_of_one) as session:
+            assert relay_of(session) == ""
+        (line,) = [line for line in caplog.messages if "no relay on host" in line]
+        return line
+
+    start = f"; start one: shardwell-server relay --coordinator {cluster_of_one.address}"
+
+    def refuse(*_: object, **__: object) -> int:
+        raise FileNotFoundError("[Errno 2] No such file or directory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_transport, "receive_descriptor", refuse)  # as from a container with another /dev/shm
+        line = warning()
+        address = cluster_of_one.shards[0].address
+        assert f"'shard-0' at {address} cannot be used: " in line and "offers shared memory at " in line
+        assert line.endswith(f"No such file or directory{start}")
+    with stopped(cluster_of_one.shards[0]):
+        monkeypatch.setattr(host_relay, "_OPEN_TIMEOUT_S", 1.0)
+        line = warning()
+        assert f"'shard-0' at {address} cannot be used: " in line and line.endswith(start)
 
 
 @pytest.mark.parametrize("route", ["direct", "hierarchical"])

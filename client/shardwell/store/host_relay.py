@@ -1,9 +1,18 @@
-"""The relay of this trainer's host: found on first use, and again after it was lost."""
+"""The relay of this trainer's host: found on first use, and again after it was lost.
+
+Note: [One relay for all trainers of a host]
+    The coordinator names one relay after another until the trainer can use one. It names the one that most trainers of
+    the run use, so trainers of a host meet at the same one, whatever each of them has tried before.
+
+    If trainers have different relays nevertheless, each relay pushes the gradients of its trainers as they are, after a
+    wait. A trainer whose gradients were pushed as they are therefore asks again which relay to use.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from shardwell.data_plane.shard import RemoteUnit
@@ -20,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 """Pauses between two searches for a relay."""
+_RECHECK_S = 10.0
+"""Shortest pause between two questions whether the other trainers use another relay."""
 _OPEN_TIMEOUT_S = 10.0
 
 
@@ -36,12 +47,16 @@ class HostRelay:
     def __init__(self, membership: Membership, config: JoinConfig) -> None:
         self._membership, self._config = membership, config
         self.group: tuple[int, ...] = ()
-        """The ranks with which this trainer's gradients are added. Set before the first use."""
+        """The ranks with which this trainer's gradients are added. Changed by ``enter_group``."""
         self.when_found: Callable[[], object] = lambda: None
         """Called in a background thread when a relay was found after the first search."""
         self.counter = ByteCounter()
         """Bytes that relays have received from and sent to servers for this trainer."""
         self._rollback_count = membership.joined.rollback_count
+        self._why_none = ""
+        """Why the last search found no relay, and what to do."""
+        self._recheck_at_s = 0.0
+        """Earliest time of the next question whether the other trainers use another relay."""
         self._lock = threading.Lock()
         """Protects the next fields."""
         self._connection: RelayConnection | None = None
@@ -58,9 +73,9 @@ class HostRelay:
                 if self._connection is None:
                     logger.warning(
                         "no relay on host %r: every trainer of this host fetches weights and pushes gradients itself; "
-                        "start one: shardwell-server relay --coordinator %s",
+                        "%s",
                         self._config.host,
-                        self._membership.coordinator_address,
+                        self._why_none,
                     )
                 self._thread = threading.Thread(target=self._look, name="shardwell-relay", daemon=True)
                 self._thread.start()
@@ -94,6 +109,15 @@ class HostRelay:
             except (RelayLostError, ShardwellError) as error:
                 logger.info("the relay waits for gradients of this trainer for a moment: %s", error)
 
+    def enter_group(self, group: tuple[int, ...]) -> None:
+        """Adds the gradients of this trainer's present rank to those of a group from now on. Empty: to none."""
+        with self._lock:
+            self.group, former = group, self._connection
+            if self._thread is None or (former is not None and former.serves(self._dp_rank, group)):
+                return
+            self._replace(self._connect())
+        self.when_found()
+
     def start_over(self, rollback_count: int) -> None:
         """Opens another transport: the run was rolled back, and the next versions have other values."""
         with self._lock:
@@ -112,18 +136,22 @@ class HostRelay:
         pauses, missed = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), False
         while not self._closed.wait(next(pauses) if missed else _FIRST_PAUSE_S):
             connection, rollback_count = self._connection, self._rollback_count
-            if connection is not None and not connection.notice_loss():
+            is_present = connection is not None and not connection.notice_loss()
+            if is_present and not self._may_differ(connection):
                 pauses, missed = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S), False
                 continue
-            if connection is not None and not missed:
-                logger.warning(
-                    "the relay at %s is gone: this trainer fetches weights and pushes gradients itself until there is "
-                    "another relay on this host",
-                    connection.address,
-                )
-            missed = True
-            if (found := self._connect()) is None:
+            found = self._connect(connection if is_present else None)
+            if found is None or found is connection:
+                if connection is not None and not is_present and not missed:
+                    logger.warning(
+                        "the relay at %s is gone: this trainer fetches weights and pushes gradients itself until there "
+                        "is another relay on this host; %s",
+                        connection.address,
+                        self._why_none,
+                    )
+                missed = not is_present
                 continue
+            missed = True  # until the connection has been seen
             with self._lock:
                 if self._closed.is_set() or self._rollback_count != rollback_count:
                     found.close()
@@ -132,31 +160,63 @@ class HostRelay:
             logger.info("relay at %s is used from now on", found.address)
             self.when_found()
 
+    def _may_differ(self, connection: RelayConnection | None) -> bool:
+        """Returns whether to ask which relay the other trainers use, since this one did not have their gradients."""
+        now = time.monotonic()
+        if connection is None or not connection.has_pushed_alone or now < self._recheck_at_s:
+            return False
+        connection.has_pushed_alone, self._recheck_at_s = False, now + _RECHECK_S
+        return True
+
     def _replace(self, connection: RelayConnection | None) -> None:
         """Replaces the connection. The caller holds the lock."""
         former, self._connection = self._connection, connection
         self._named = set()
         if former is not None:
+            former.is_lost = True  # shards that it caches are mapped elsewhere
             former.close()
 
-    def _connect(self) -> RelayConnection | None:
-        """Connects to the relay that the coordinator names. None: there is none, or it cannot be reached."""
-        membership = self._membership
-        request = coordinator_pb2.FindRelayRequest(context=membership.context(0), trainer=membership.trainer)
+    def _connect(self, present: RelayConnection | None = None) -> RelayConnection | None:
+        """Connects to the first relay of those that the coordinator names, one after another, that can be used.
+
+        Args:
+            present: The relay that is used now, which is returned if it is the first one. None: none is.
+
+        Returns:
+            None: there is none; ``_why_none`` says why.
+        """
+        membership, refused = self._membership, dict[str, str]()
+        advice = f"start one: shardwell-server relay --coordinator {membership.coordinator_address}"
+        self._why_none = f"no server relays for this host; {advice}"
         try:
-            found: coordinator_pb2.FindRelayResponse = membership.call("FindRelay", request)
-            if not found.server_id:
-                return None
-            ranks = membership.rank_assignments
-            session = shard_pb2.RelaySession(
-                rollback_count=self._rollback_count,
-                dp_rank=ranks[0].coordinates.dp_rank if ranks else 0,
-                group=self.group,
-            )
-            options = ConnectOptions(
-                (), self._config.transfers.chunk_bytes, membership.credentials, _OPEN_TIMEOUT_S, session
-            )
-            return RelayConnection(found.address, membership.identity, options, found.server_id, self.counter)
+            while True:
+                request = coordinator_pb2.FindRelayRequest(
+                    context=membership.context(0), trainer=membership.trainer, refused=refused
+                )
+                found: coordinator_pb2.FindRelayResponse = membership.call("FindRelay", request)
+                if not found.server_id or found.server_id in refused:
+                    return None
+                if present is not None and found.server_id == present.server_id:
+                    return present
+                try:
+                    return self._open(found)
+                except (ShardwellError, OSError) as error:
+                    refused[found.server_id] = f"{found.server_id!r} at {found.address} cannot be used: {error}"
+                    logger.info("relay %s", refused[found.server_id])
+                    self._why_none = f"{'; '.join(refused.values())}; {advice}"
         except ShardwellError as error:
-            logger.info("no relay can be used: %s", error)
+            self._why_none = f"the coordinator names none: {error}"
             return None
+
+    @property
+    def _dp_rank(self) -> int:
+        ranks = self._membership.rank_assignments
+        return ranks[0].coordinates.dp_rank if ranks else 0
+
+    def _open(self, relay: coordinator_pb2.FindRelayResponse) -> RelayConnection:
+        membership = self._membership
+        session = shard_pb2.RelaySession(rollback_count=self._rollback_count, dp_rank=self._dp_rank, group=self.group)
+        options = ConnectOptions(
+            (), self._config.transfers.chunk_bytes, membership.credentials, _OPEN_TIMEOUT_S, session
+        )
+        return RelayConnection(relay.address, membership.identity, options, relay.server_id, self.counter)

@@ -70,8 +70,7 @@ class ItemPushes:
     def rejoin(self, *, moved: bool) -> None:
         """Called when this trainer has joined the run again; see ``RunStore.rejoin``."""
         if self.sums is not None:
-            self.sums.abandon()
-            self.sums.leave("this trainer has joined the run again")
+            self.sums.rejoin()
         self._pushes.discard()
         self._servers.release_gradient_buffers()
         if self.feedback is not None:

@@ -8,6 +8,10 @@ Note: [Choice of a route]
     The rule assumes links of equal speed, and shard servers on hosts of their own. For each route, it counts the bytes
     that leave or reach the busiest host, in multiples of the unit's size. A tie goes to the route with fewer hops.
 
+    Trainers without a relay send their own gradients with HIERARCHICAL. Each trainer therefore publishes whether it has
+    one with the address at which it exchanges gradients. If no exchange can be formed, HIERARCHICAL is the only
+    alternative, and is used as soon as there is a relay.
+
 Note: [Sums among trainers]
     The trainers of a reduction group show each other the gradient of a unit. Each of them adds the gradients of all
     members, in the order of the run, for its shards of the unit, and pushes the sum as the contribution of all members.
@@ -90,27 +94,34 @@ class GradientGroups:
         """The run's order of additions."""
         self.owners = self._find_owners()
         """The trainers that play one rank each, by rank. Empty: this trainer plays several."""
+        self.relayed = frozenset(owner.dp_rank for owner in self.owners)
+        """Ranks whose trainers have a relay, as far as it is known. See Note: [Choice of a route]."""
 
     def ranks_on_host(self) -> tuple[int, ...]:
         """Returns the ranks of this trainer's largest reduction group that is complete on this host. Empty: none is."""
+        if not self.owners:
+            return ()
         on_host = [owner for owner in self.owners if owner.host == self._config.host]
         return tuple(owner.dp_rank for owner in complete_group(self.order, on_host, self._own))
 
-    def form_across_hosts(self) -> GradientSums | None:
+    def form_across_hosts(self, *, has_relay: bool) -> GradientSums | None:
         """Connects this trainer with the others of its largest reduction group that is complete, on any hosts.
+
+        Args:
+            has_relay: Whether this trainer has a relay. The others learn it, as this one does in ``relayed``.
 
         Returns:
             None if no reduction group is complete, or if this trainer could not reach all of its trainers. The reason
             is logged.
         """
-        members = complete_group(self.order, self.owners, self._own)
+        members = complete_group(self.order, self.owners, self._own) if self.owners else ()
         if not members:
             logger.info("gradient group: no other trainers of the run complete a reduction group with this one")
             return None
         ranks = tuple(owner.dp_rank for owner in members)
         named = NodeMembers(key_of((self._membership.identity, ALLREDUCE, members)), ranks, ranks.index(self._own))
         try:
-            exchange = self._connect_peers(named, members)
+            exchange = self._connect_peers(named, members, has_relay=has_relay)
         except (ShardwellError, MemberGoneError, OSError) as error:
             reason = str(error).partition("\n")[0]
             logger.warning("gradient group: every trainer of the run pushes its own gradients: %s", reason)
@@ -141,15 +152,19 @@ class GradientGroups:
 
     # ---- across hosts ----
 
-    def _connect_peers(self, named: NodeMembers, members: Sequence[RankOwner]) -> PeerExchange:
+    def _connect_peers(self, named: NodeMembers, members: Sequence[RankOwner], *, has_relay: bool) -> PeerExchange:
         deadline, ranks = time.monotonic() + RENDEZVOUS_LIMIT_S, named.global_ranks
         listener = Listener(_own_address(self._membership.coordinator_address), named.position, len(members))
         with closing(listener):
             host, port, secret = listener.address
-            self._exchange_address(f"gradients-{ranks[named.position]}", f"{named.key} {secret.hex()} {port} {host}")
+            own = f"{named.key} {secret.hex()} {port} {host} {'relay' if has_relay else 'none'}"
+            self._exchange_address(f"gradients-{ranks[named.position]}", own)
             connected = listener.connect_all(
-                lambda other: self._await_address(ranks[other], named.key, deadline), deadline
+                lambda other: self._await_address(ranks[other], named.key, deadline)[0], deadline
             )
+            # All members have published theirs by now: the others have connected to this one.
+            found = {rank: self._await_address(rank, named.key, deadline)[1] for rank in ranks}
+            self.relayed = frozenset(owner.dp_rank for owner in self.owners if found.get(owner.dp_rank, True))
         find_lost, wait_limit_s = self._lost_finder(members), self._config.waits.wait_limit_s
         return PeerExchange(connected, named.position, find_lost=find_lost, wait_limit_s=wait_limit_s)
 
@@ -160,16 +175,16 @@ class GradientGroups:
         response: coordinator_pb2.ExchangeAddressResponse = self._membership.call("ExchangeAddress", request)
         return response.address
 
-    def _await_address(self, rank: int, key: str, deadline: float) -> PeerAddress:
-        """Waits until a member of the group has published its address.
+    def _await_address(self, rank: int, key: str, deadline: float) -> tuple[PeerAddress, bool]:
+        """Waits until a member of the group has published its address, and whether it has a relay.
 
         Raises:
             UnavailableError: It has not until the deadline. It may have other options than this trainer.
         """
         while True:
             fields = self._exchange_address(f"gradients-{rank}", None).split(" ")
-            if len(fields) == 4 and fields[0] == key:
-                return PeerAddress(fields[3], int(fields[2]), bytes.fromhex(fields[1]))
+            if len(fields) == 5 and fields[0] == key:
+                return PeerAddress(fields[3], int(fields[2]), bytes.fromhex(fields[1])), fields[4] == "relay"
             if time.monotonic() > deadline:
                 raise UnavailableError(
                     f"the trainer of rank {rank} has published no address within {RENDEZVOUS_LIMIT_S:.0f} s: all "
@@ -227,16 +242,28 @@ class AdaptiveRoute:
     Args:
         order: The run's order of additions.
         owners: The trainers that play one rank each.
+        relayed: The ranks whose trainers have a relay. None: all.
         across_hosts: Whether ALLREDUCE may be chosen.
     """
 
-    def __init__(self, order: SumOrder, owners: Sequence[RankOwner], *, across_hosts: bool = True) -> None:
+    def __init__(
+        self,
+        order: SumOrder,
+        owners: Sequence[RankOwner],
+        *,
+        relayed: frozenset[int] | None = None,
+        across_hosts: bool = True,
+    ) -> None:
         self._order, self._across_hosts = order, across_hosts
         self._all_own = len(owners) == order.dp
         self._per_host = Counter(owner.host for owner in owners)
         sums = set[tuple[str, int]]()
         for owner in owners:
-            on_host = [other for other in owners if other.host == owner.host]
+            on_host = [
+                other
+                for other in owners
+                if other.host == owner.host and (relayed is None or {owner.dp_rank, other.dp_rank} <= relayed)
+            ]
             first, *_ = complete_group(order, on_host, owner.dp_rank) or (owner,)
             sums.add((owner.host, first.dp_rank))
         self._node_sums = Counter(host for host, _ in sums)
@@ -510,22 +537,20 @@ class ItemSums:
                 f"gradient_reduction={ALLREDUCE!r} in a cluster with TLS: the connections between trainers are not "
                 f"encrypted. Use {HIERARCHICAL!r} or {DIRECT!r}"
             )
+        self._config, self._host_relay = config, relay
         groups = GradientGroups(membership, config, pushes)
         self._relay: HostRelay | None = None
-        """Adds gradients with the trainers of this host. None: they complete no reduction group, or this trainer has
-        left them for good."""
+        """Adds gradients with the trainers of this host. None: they complete no reduction group."""
         if reduction in (HIERARCHICAL, ADAPTIVE):
-            relay.group = groups.ranks_on_host()
-            if relay.group:
-                self._relay = relay
-                relay.find()  # now: the other trainers' first gradients wait for this trainer's
-            else:
-                logger.info("gradient group: no other trainers on this host complete a reduction group with this one")
-        self._group = groups.form_across_hosts() if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls else None
+            self._enter_relay(groups)
+        self._group: GradientSums | None = None
         """Adds gradients with trainers of other hosts. None: no group could be formed."""
-        self._adaptive = (
-            AdaptiveRoute(groups.order, groups.owners, across_hosts=not uses_tls) if reduction == ADAPTIVE else None
-        )
+        if reduction in (ALLREDUCE, ADAPTIVE) and not uses_tls:
+            self._group = groups.form_across_hosts(has_relay=self._is_usable(HIERARCHICAL))
+        self._adaptive: AdaptiveRoute | None = None
+        if reduction == ADAPTIVE:
+            across = self._group is not None
+            self._adaptive = AdaptiveRoute(groups.order, groups.owners, relayed=groups.relayed, across_hosts=across)
         self._choices: dict[int, tuple[str, Choice]] = {}
         """Name of the unit and its route, by the unit's index."""
         self.node_summed_bytes = 0
@@ -536,6 +561,16 @@ class ItemSums:
         """The last step in which the relay knows that this trainer pushes its own gradients."""
         self._in_parts: set[int] = set()
         """Units that were pushed in several parts."""
+
+    def _enter_relay(self, groups: GradientGroups) -> None:
+        """Goes to the relay with the trainers of this host, if they complete a reduction group."""
+        self._host_relay.enter_group(groups.ranks_on_host())
+        if self._host_relay.group:
+            self._relay = self._host_relay
+            self._relay.find()  # now: the other trainers' first gradients wait for this trainer's
+        else:
+            self._relay = None
+            logger.info("gradient group: no other trainers on this host complete a reduction group with this one")
 
     @property
     def active(self) -> bool:
@@ -671,20 +706,27 @@ class ItemSums:
         if self._group is not None:
             self._group.abandon(self._state.number)
 
-    def leave(self, reason: str) -> None:
-        """Pushes own gradients from now on."""
-        self._skip_relay(_ALL_STEPS)
-        self._relay = None
+    def rejoin(self) -> None:
+        """Called when this trainer has joined the run again, maybe with another rank.
+
+        It leaves the trainers of other hosts for good, and goes to the relay again after this step.
+        """
+        self._skipped = -1  # the run may have been rolled back
+        self.abandon()
         if self._group is not None:
-            self._group.exchange.leave(reason)
+            self._group.exchange.leave("this trainer has joined the run again")
+        if self._reduction in (HIERARCHICAL, ADAPTIVE):
+            ranks = [at.coordinates.dp_rank for at in self._membership.rank_assignments]
+            # A member of the group that is away for a moment does not end it.
+            if len(ranks) != 1 or self._relay is None or ranks[0] not in self._relay.group:
+                self._enter_relay(GradientGroups(self._membership, self._config, self._pushes))
+            else:
+                self._relay.enter_group(self._relay.group)
 
     def close(self) -> None:
         """See ``GradientSums.close``."""
         if self._group is not None:
             self._group.close()
-
-
-_ALL_STEPS = (1 << 62) - 1
 
 
 def _can_be_summed(unit: RemoteUnit, gradients: Sequence[tuple[int, torch.Tensor]]) -> bool:

@@ -49,6 +49,7 @@ class RelayConnection(ServerConnection):
 
     Raises:
         ShardwellError: The relay cannot be reached, or this process shares no memory with it.
+        OSError: Its memory cannot be mapped.
     """
 
     def __init__(
@@ -56,9 +57,16 @@ class RelayConnection(ServerConnection):
     ) -> None:
         assert options.relay is not None
         super().__init__(address, run, replace(options, transports=(ShmTransport.name,)), ResendPolicy(), server_id)
-        self._run, self._moved, self.group = run, moved, tuple(options.relay.group)
+        self._run, self._moved, self.group, self.server_id = run, moved, tuple(options.relay.group), server_id
+        self._dp_rank = options.relay.dp_rank
         self.is_lost = False
-        """Whether the relay is gone. It is not asked again over this connection."""
+        """Whether the relay is gone, or another one is used. It is not asked again over this connection."""
+        self.has_pushed_alone = False
+        """Whether the relay has pushed a gradient as it was, because it did not have those of the other trainers."""
+
+    def serves(self, dp_rank: int, group: tuple[int, ...]) -> bool:
+        """Returns whether the relay adds the gradients of a rank to those of a group."""
+        return self.group == group and (not group or self._dp_rank == dp_rank)
 
     def name_unit(
         self,
@@ -155,6 +163,7 @@ class RelayConnection(ServerConnection):
             self._require_present(shm, error)
             raise
         self._moved.add(sent_bytes=answer.pushed_bytes)
+        self.has_pushed_alone = self.has_pushed_alone or not answer.summed_dp_ranks
         return answer
 
     def skip(self, step: int) -> None:
@@ -198,7 +207,7 @@ class RelayConnection(ServerConnection):
 
         A relay that is silent counts as gone, and one that has started again: it knows nothing of the transport.
         """
-        is_broken = isinstance(error, UnavailableError) and shm.session.broke_within(_NOTICE_S)
+        is_broken = self.is_lost or (isinstance(error, UnavailableError) and shm.session.broke_within(_NOTICE_S))
         if is_broken or isinstance(error, DeadlineError) or type(error) is ConflictError:
             raise self._lost(error) from error
 

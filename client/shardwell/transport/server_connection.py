@@ -167,7 +167,7 @@ class ServerConnection(ReachedServer):
         """Calls the server's rpcs."""
         try:
             if server_id:
-                self._check_id(server_id, timeout_s)
+                self._check_id(server_id, timeout_s, retry_for_s=timeout_s if options.relay is None else 0.0)
             self.transports = TransportSelector(
                 self.client,
                 run,
@@ -195,9 +195,9 @@ class ServerConnection(ReachedServer):
         """Whether ``prepare_push`` copies gradients, so that their memory can be reused before they are pushed."""
         logger.info("shard server at %s: transport %s, %.2f GB/s", address, self.transport.name, self.bytes_per_s / 1e9)
 
-    def _check_id(self, server_id: str, timeout_s: float) -> None:
+    def _check_id(self, server_id: str, timeout_s: float, *, retry_for_s: float) -> None:
         request = shard_pb2.DescribeServerRequest()
-        found = self.client.call("DescribeServer", request, timeout_s=timeout_s, retry_for_s=timeout_s).server_id
+        found = self.client.call("DescribeServer", request, timeout_s=timeout_s, retry_for_s=retry_for_s).server_id
         if found != server_id:
             raise NotFoundError(
                 f"from this host, the address {self.address} of shard server {server_id!r} leads to shard server "
@@ -444,6 +444,8 @@ class TransportSelector:
 
     Raises:
         UnavailableError: None of the transports can be opened.
+        ShardwellError: The transport to a relay cannot be opened.
+        OSError: The same.
     """
 
     client: ShardClient
@@ -567,6 +569,8 @@ class TransportSelector:
         try:
             return openers[name](self)
         except (ShardwellError, OSError) as error:
+            if self.relay is not None:
+                raise  # a relay has one transport, and who looks for a relay says why it cannot be used
             # Shared memory cannot work with a server on another host, and a server need not offer every stream
             # transport. Neither needs a warning.
             expected = (

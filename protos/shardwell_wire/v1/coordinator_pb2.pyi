@@ -2272,20 +2272,28 @@ class FindRelayRequest(google.protobuf.message.Message):
 
     CONTEXT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, and epoch of the membership."""
 
+    @property
+    def refused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of servers that this trainer could not use as a relay, for example because they share no memory with it. They
+        are not returned.
+        """
+
     def __init__(
         self,
         *,
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
         trainer: builtins.str = ...,
+        refused: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "refused", b"refused", "trainer", b"trainer"]) -> None: ...
 
 global___FindRelayRequest = FindRelayRequest
 
@@ -2297,7 +2305,9 @@ class FindRelayResponse(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
     server_id: builtins.str
-    """Id of the server. Empty: no live server relays for the host."""
+    """Id of the server. Trainers of a run on one host get the same server where they can. Empty: no live server relays for
+    the host, apart from those that the request refuses.
+    """
     address: builtins.str
     """host:port of the server."""
     incarnation: builtins.str

@@ -51,6 +51,23 @@ def test_busiest_link_decides(hosts: str, groups: tuple[int, ...], num_servers: 
     assert (choice.route, choice.reason) == (route, f"copies of the unit on the busiest link: {loads}")
 
 
+@pytest.mark.parametrize(
+    ("hosts", "groups", "relayed", "loads"),
+    [
+        ("aa", (), (), "direct 2.00, allreduce 1.00"),
+        ("aabb", (2, 2), (2, 3), "direct 2.00, hierarchical 2.00, allreduce 1.50"),
+        ("aabb", (2, 2), (0, 1, 2, 3), "direct 2.00, hierarchical 1.00, allreduce 1.50"),
+    ],
+)
+def test_hosts_without_a_relay_push_every_gradient(
+    hosts: str, groups: tuple[int, ...], relayed: tuple[int, ...], loads: str
+) -> None:
+    rule = AdaptiveRoute(SumOrder(len(hosts), groups), owners(*hosts), relayed=frozenset(relayed))
+    choice = rule.choose(unit(2))
+    assert choice.reason == f"copies of the unit on the busiest link: {loads}"
+    assert choice.route == ("hierarchical" if len(relayed) == 4 else "allreduce")
+
+
 def test_small_units_and_incomplete_runs_are_direct() -> None:
     rule = AdaptiveRoute(SumOrder(2), owners("a", "b"))
     small = rule.choose(unit(1, SMALL_UNIT_BYTES // 4 - 1024))

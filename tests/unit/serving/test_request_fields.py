@@ -69,6 +69,7 @@ OTHER_TEXTS = {
     "payload": "ChunkStream: the size of the range",
     "process": "process_identity.has_ended: a number below /proc",
     "reason": "shown, at most 300 characters",
+    "refused": "compared with ids of servers",
     "rendezvous": "_torchrun_store: a name of an operator's store",
     "request_id": "RequestLog: at most 128 characters",
     "secret": "compared; from servers only",

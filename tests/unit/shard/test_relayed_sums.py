@@ -153,13 +153,24 @@ async def test_late_rank_is_not_awaited_any_more_in_the_step(monkeypatch: pytest
     assert all(answer.summed_dp_ranks == [0, 1] for answer in both)
 
 
-async def test_rank_that_is_late_in_several_steps_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["open", "skip"])
+async def test_rank_that_is_late_in_several_steps_is_awaited_when_it_joins_again(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr(relayed_shards, "PATIENCE_S", 0.01)
     relaying = Relaying(2)
     for step in range(relayed_shards.MAX_MISSED):
         await relaying.push(0, gradients(0), (0, 1), step=step)
     monkeypatch.setattr(relayed_shards, "PATIENCE_S", 1000.0)
+    relaying.sums.enter(0)  # the rank that came says nothing about the one that did not
+    relaying.sums.skip((0, 1), 9, 0)
     assert not (await relaying.push(0, gradients(0), (0, 1), step=10)).summed_dp_ranks
+    if how == "open":
+        relaying.sums.enter(1)
+    else:
+        relaying.sums.skip((0, 1), 10, 1)
+    both = await asyncio.gather(*(relaying.push(rank, gradients(rank), (0, 1), step=11) for rank in (0, 1)))
+    assert all(answer.summed_dp_ranks == [0, 1] for answer in both)
 
 
 @pytest.mark.parametrize("how", ["leave", "skip"])

@@ -141,6 +141,8 @@ class Member:
     """Rpcs of the trainer that are being served. The lease cannot expire while this is above 0."""
     process: str = ""
     """Process identity, as returned by ``server_folders.own_identity``. Empty: unknown."""
+    relay: str = ""
+    """Id of the server that the trainer was last told to use as its relay. Empty: none. Not stored."""
     has_residuals: bool = False
     """True if the trainer has residuals of error feedback. Known from its membership stream."""
     connection: MembershipConnection = field(default_factory=MembershipConnection)

@@ -9,6 +9,7 @@ Note: [Lost replica stores]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,10 @@ class RendezvousRpcs(CoordinatorRpcs):
     async def FindRelay(
         self, request: coordinator_pb2.FindRelayRequest, call: Call
     ) -> coordinator_pb2.FindRelayResponse:
-        _, member = self._member(request)
-        relay = self._state.cluster.relay_for(member.host, member.process)
+        run, member = self._member(request)
+        used = Counter(each.relay for each in run.members.live.values())
+        relay = self._state.cluster.relay_for(member.host, member.process, refused=set(request.refused), used=used)
+        member.relay = "" if relay is None else relay.server_id
         if relay is None:
             return coordinator_pb2.FindRelayResponse()
         return coordinator_pb2.FindRelayResponse(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -237,13 +237,32 @@ class Cluster:
         a coordinator that has just restarted would place a whole unit on the server that answers first."""
         return len(self.staying) >= wanted and not self.unprobed
 
-    def relay_for(self, host: str, process: str) -> Server | None:
-        """Returns the relay of a trainer, the same for all trainers of a host. None: there is none. Arguments as
-        ``Server.relays_for``."""
-        relays = [server for server in self.servers.values() if server.relays_for(host, process)]
+    def relay_for(
+        self, host: str, process: str, *, refused: Collection[str] = (), used: Mapping[str, int] | None = None
+    ) -> Server | None:
+        """Returns the relay of a trainer, the same for all trainers of a run on a host. None: there is none.
+
+        Args:
+            host: Name of the trainer's host.
+            process: Identity of the trainer's process.
+            refused: Ids of servers that the trainer could not use.
+            used: Number of trainers of the run by the id of their relay. Gradients are added only where trainers have
+                the same relay, so one that has become better does not divide them.
+        """
+        used = used or {}
+        relays = [
+            server
+            for server in self.servers.values()
+            if server.server_id not in refused and server.relays_for(host, process)
+        ]
         return min(
             relays,
-            key=lambda server: (server.host != host, not server.owns_nothing, server.server_id),
+            key=lambda server: (
+                -used.get(server.server_id, 0),
+                server.host != host,
+                not server.owns_nothing,
+                server.server_id,
+            ),
             default=None,
         )
 

@@ -160,10 +160,11 @@ class RelayedSession:
     Args:
         run: The run.
         group: The ranks with which its gradients are added. Empty: none.
+        rank: Its own rank.
     """
 
-    def __init__(self, run: RelayedRun, group: tuple[int, ...]) -> None:
-        self.run, self._group = run, group
+    def __init__(self, run: RelayedRun, group: tuple[int, ...], rank: int) -> None:
+        self.run, self._group, self._rank = run, group, rank
 
     async def push(
         self, header: shard_pb2.ReduceScatterHeader, buffer: ContributionMemory
@@ -175,7 +176,7 @@ class RelayedSession:
 
     def skip(self, step: int) -> None:
         """See ``RelayedSums.skip``."""
-        self.run.sums.skip(self._group, step)
+        self.run.sums.skip(self._group, step, self._rank)
 
 
 class Relay:
@@ -208,7 +209,7 @@ class Relay:
         if group:
             run.sums.enter(session.dp_rank)
         try:
-            yield RelayedSession(run, group)
+            yield RelayedSession(run, group, session.dp_rank)
         finally:
             if group:
                 run.sums.leave(session.dp_rank)

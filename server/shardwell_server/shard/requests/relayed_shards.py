@@ -13,7 +13,9 @@ Note: [Sums at a relay]
     as it is. Both give the same bits, because the servers add in the same order, so nothing is void.
 
     A rank does not come if its last transport has ended, if its trainer has said that it skips the step, or if it is
-    later than ``PATIENCE_S``. The relay then waits for no gradient of the group in this step any more.
+    later than ``PATIENCE_S``. The relay then waits for no gradient of the group in this step any more. If a rank is
+    late in ``MAX_MISSED`` consecutive steps, the relay waits for the group again only when a trainer of the rank has
+    opened a transport, or has said which step it skips: it has joined the run again.
 
     The relay keeps nothing: it answers a push when the owner of the shard has answered. If the relay dies before, the
     trainer pushes to the owner. The owner refuses the gradient of a rank that it already has in a sum, and the trainer
@@ -27,7 +29,7 @@ import logging
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -230,9 +232,8 @@ PATIENCE_S = 5.0
 """Longest wait for the other ranks of a group."""
 
 MAX_MISSED = 3
-"""Consecutive steps in which a rank did not come, after which the relay waits for its group no more."""
+"""Consecutive steps in which a rank did not come, after which the relay does not wait for its group."""
 
-_ALL_STEPS = 1 << 62
 _SLICE_NUMEL = 1 << 17
 """Elements that are added together, while they are in the cache."""
 _LEAST_ITEM_BYTES = 4
@@ -296,6 +297,17 @@ class RelayedGradient:
     """The answer for the trainer."""
 
 
+class _Missed(NamedTuple):
+    """Ranks of a group that were late."""
+
+    step: int
+    """The last step in which they were."""
+    step_count: int
+    """Number of such steps in a row."""
+    ranks: set[int]
+    """The ranks that were late in the last step."""
+
+
 class RelayedSums:
     """The gradients of one run that wait at this relay. Used on the event loop. See Note: [Sums at a relay].
 
@@ -312,13 +324,14 @@ class RelayedSums:
         self._waiting: dict[Key, dict[int, RelayedGradient]] = {}
         self._separate: dict[tuple[int, ...], int] = {}
         """The last step in which no sum is made, by group."""
-        self._missed: dict[tuple[int, ...], tuple[int, int]] = {}
-        """The last step in which a rank did not come, and the number of such steps in a row, by group."""
+        self._missed: dict[tuple[int, ...], _Missed] = {}
+        """Ranks that did not come, by group."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def enter(self, rank: int) -> None:
         """Called when a transport opens over which the gradients of a rank come."""
         self._present[rank] = self._present.get(rank, 0) + 1
+        self._wait_again(rank)
 
     def leave(self, rank: int) -> None:
         """Called when such a transport has ended."""
@@ -326,8 +339,10 @@ class RelayedSums:
         if not self._present[rank]:
             self._push_alone([key for key in self._waiting if rank in key[-1]])
 
-    def skip(self, group: tuple[int, ...], step: int) -> None:
-        """Makes no sum of a group in a step."""
+    def skip(self, group: tuple[int, ...], step: int, rank: int | None = None) -> None:
+        """Makes no sum of a group until the end of a step. ``rank``: the rank whose trainer says so."""
+        if rank is not None:
+            self._wait_again(rank)
         self._separate[group] = max(step, self._separate.get(group, -1))
         self._push_alone([key for key in self._waiting if key[-1] == group and key[2] <= step])
 
@@ -377,23 +392,32 @@ class RelayedSums:
         if any(parameters[index].item_size < _LEAST_ITEM_BYTES for index in header.parameter_indices):
             return False
         is_gone = any(self._present.get(rank) == 0 for rank in group)
-        return not is_gone and self._separate.get(group, -1) < header.context.step
+        missed = self._missed.get(group)
+        if is_gone or (missed is not None and missed.step_count >= MAX_MISSED):
+            return False
+        return self._separate.get(group, -1) < header.context.step
+
+    def _wait_again(self, rank: int) -> None:
+        for group in [group for group, missed in self._missed.items() if rank in missed.ranks]:
+            del self._missed[group]
 
     def _lose_patience(self, key: Key, gradient: RelayedGradient) -> None:
         if self._waiting.get(key, {}).get(gradient.header.dp_rank) is not gradient:
             return
         group, step = key[-1], key[2]
-        last_step, count = self._missed.get(group, (step, 0))
-        self._missed[group] = step, count + 1 if last_step == step - 1 else 1
-        if self._missed[group][1] >= MAX_MISSED:
+        ranks = {rank for rank in group if rank not in self._waiting[key]}
+        last = self._missed.get(group)
+        count = last.step_count + 1 if last is not None and last.step == step - 1 else 1
+        self._missed[group] = _Missed(step, count, ranks)
+        if count == MAX_MISSED:
             logger.warning(
-                "ranks %s of run %r: a rank did not push its gradients through this relay in %d consecutive steps; all "
-                "of them are pushed to the servers one by one from now on",
+                "ranks %s of run %r: ranks %s did not push their gradients through this relay in %d consecutive steps; "
+                "all of them are pushed to the servers one by one until a trainer of these ranks joins the run again",
                 list(group),
                 self._run.name,
+                sorted(ranks),
                 MAX_MISSED,
             )
-            step = _ALL_STEPS
         self.skip(group, step)
 
     def _push_alone(self, keys: list[Key]) -> None:
