@@ -16,19 +16,10 @@ from collections.abc import Mapping
 import torch
 from corpus import Corpus
 from gpt import GPT, GPTConfig
-from torch import nn
 from torch.nn import functional
 
 import shardwell
-from shardwell.parallel import (
-    SCHEDULES,
-    ActivationShape,
-    PipelineSchedule,
-    PipelineStage,
-    SchedulePlan,
-    plan_tensor_parallel,
-    split_model,
-)
+from shardwell.parallel import SCHEDULES, parallelize
 
 
 def main() -> None:
@@ -42,19 +33,29 @@ def main() -> None:
 
 def train(session: shardwell.Session, corpus: Corpus, arguments: argparse.Namespace) -> None:
     """Trains from the run's step to the last one. Called again with new stages if this replica loses a trainer."""
-    stages, schedule = make_stages(session, len(corpus.vocabulary), arguments)
-    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
-    optimizer = shardwell.optim.AdamW(parameters, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    parallel = parallelize(
+        make_model(len(corpus.vocabulary), arguments),
+        session,
+        loss=next_token_loss,
+        example=torch.zeros(arguments.batch_size, arguments.context, dtype=torch.int64),
+        micro_batches=arguments.micro_batches,
+        schedule=arguments.schedule,
+        tp={"fused_by_head": True},
+    )
+    if session.global_rank == 0:
+        print(f"{session.world}\n{parallel.describe()}", flush=True)
+    optimizer = shardwell.optim.AdamW(parallel.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
     windows, started, idle_shares = corpus.windows(arguments.context), time.perf_counter(), list[float]()
     for step in session.steps(arguments.num_steps):
         for batch in step.batches(windows, batch_size=arguments.batch_size):  # [batch_size, context + 1]
-            loss = schedule.step(batch[:, :-1], target=batch[:, 1:])
-            idle_shares.append(schedule.idle_share)
-            if loss is not None and session.dp_rank == session.tp_rank == 0 and step.number % 5 == 0:
-                print(f"step {step.number:3d}  loss {loss.item():.3f}", flush=True)
+            loss = parallel.schedule.step(batch[:, :-1], target=batch[:, 1:])
+            idle_shares.append(parallel.schedule.idle_share)
+            step.log(loss=loss)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if session.global_rank == 0 and step.number % 5 == 0:
+            print(f"step {step.number:3d}  loss {step.means['loss']:.3f}", flush=True)
     print_summary(session, idle_shares, seconds=time.perf_counter() - started)
 
 
@@ -77,27 +78,6 @@ def make_model(vocab_size: int, arguments: argparse.Namespace) -> GPT:
     torch.manual_seed(arguments.seed)
     padded = -(-vocab_size // 8) * 8
     return GPT(GPTConfig(vocab_size=padded, context=arguments.context, tied=False))
-
-
-def make_stages(
-    session: shardwell.Session, vocab_size: int, arguments: argparse.Namespace
-) -> tuple[list[PipelineStage], PipelineSchedule]:
-    """Returns this trainer's stages, split over the tensor axis and sharded, and their schedule."""
-    world, mesh = session.world, session.replica_mesh()
-    plan = SchedulePlan(schedule=arguments.schedule, pp=world.pp, num_micro_batches=arguments.micro_batches)
-    model = make_model(vocab_size, arguments)
-    split, tensor_plan = split_model(model, plan.num_stages), plan_tensor_parallel(model, world.tp, fused_by_head=True)
-    size = ActivationShape(batch=plan.micro_batch_size(arguments.batch_size), length=arguments.context)
-    examples = split.examples(torch.zeros(size.batch, size.length, dtype=torch.int64))
-    if session.global_rank == 0:
-        print(f"{world}\n{split.describe()}\n{plan.describe()}\n{tensor_plan.describe(size)}", flush=True)
-    stages = []
-    for index in plan.stages_of(session.pp_rank or 0):
-        module: nn.Module = tensor_plan.apply(split.module(index), mesh["tp"])
-        shardwell.auto_wrap(module, session)
-        group = mesh["pp"].get_group()
-        stages.append(PipelineStage(module, index, plan.num_stages, "cpu", example=examples[index], group=group))
-    return stages, PipelineSchedule(plan, stages, next_token_loss, context=tensor_plan.loss_context)
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

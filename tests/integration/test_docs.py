@@ -124,6 +124,7 @@ def _default_names() -> dict[str, Any]:
         "make_gpt": lambda: GPT(
             GPTConfig(vocab_size=16, context=_SIZE, width=_SIZE, num_heads=2, num_layers=2, tied=False)
         ),
+        "work_item": torch.zeros(4, _SIZE, dtype=torch.long),
         "micro_batch": torch.zeros(1, _SIZE, dtype=torch.long),
         "make_batch": lambda step, dp_rank: torch.zeros(2, 4, _SIZE, dtype=torch.long).unbind(),
         "next_token_loss": lambda logits, targets: nn.functional.cross_entropy(logits.mT, targets),

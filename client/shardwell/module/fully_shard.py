@@ -406,6 +406,7 @@ class ShardedModule(nn.Module):
         super().zero_grad(set_to_none)
         for unit in _units_in(self, recurse=True):
             unit.gradients.sums.clear()
+            unit.gradients.deferred.clear()
             unit.drop_kept_gradients()
 
     def _require_units(self) -> tuple[Unit, ...]:
@@ -536,6 +537,11 @@ class Accumulation:
     def __bool__(self) -> bool:
         return bool(self._units)
 
+    @property
+    def is_open(self) -> bool:
+        """True between ``begin`` and ``finish``."""
+        return bool(self._before)
+
     def begin(self) -> None:
         """Keeps units gathered and gradients in this process until ``finish``.
 
@@ -567,6 +573,23 @@ class Accumulation:
             unit.settings, units = self._before.pop(unit, unit.settings), self._units[unit]
             units.passes.is_last_backward = True
             units.push_mean(unit, num_backwards)
+
+    def defer(self, num_backwards: int) -> None:
+        """Keeps the mean gradient of every unit for the push of a later ``finish``, which adds it to its own mean.
+
+        Args:
+            num_backwards: What to divide the sums of the gradients by.
+        """
+        for unit in self._units:
+            unit.gradients.divide(num_backwards)
+            unit.gradients.defer()
+
+    def close(self) -> None:
+        """Ends what ``begin`` started, after forwards without backwards: keeps or frees the units."""
+        for unit in self._by_last_use():
+            unit.settings, units = self._before.pop(unit, unit.settings), self._units[unit]
+            units.passes.is_last_backward = True
+            units.passes.free_unused(unit)
 
     def abandon(self) -> None:
         """Frees the units after an error in the schedule. Their gradients stay until ``zero_grad``."""

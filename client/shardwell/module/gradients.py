@@ -133,7 +133,7 @@ def with_gradients(units: Iterable[Unit]) -> list[Unit]:
                     found.append(unit)
                     break
             else:
-                if unit.gradients.sums:
+                if unit.gradients.hidden:
                     found.append(unit)
         return found
 

@@ -256,7 +256,7 @@ class Unit(ResidentUnit):
     @property
     def hides_gradients(self) -> bool:
         """True if the unit has gradients that ``.grad`` does not show: pushed, or summed in another dtype."""
-        return self.pushed or bool(self.gradients.sums)
+        return self.pushed or self.gradients.hidden
 
     def watch_gradients(self) -> None:
         """Makes ``.grad`` of gathered parameters warn until their next use, if it does not show their gradients."""
@@ -495,6 +495,8 @@ class LocalGradients:
         self._parameters, self._precision, self._memory = parameters, precision, memory
         self.sums: dict[int, torch.Tensor] = {}
         """Sums in the reduce dtype, as FSDP2 makes them, by parameter index. Empty if autograd's gradients have it."""
+        self.deferred: dict[int, torch.Tensor] = {}
+        """Means of earlier calls of a schedule, which the next push contains, by parameter index. See ``defer``."""
         self._distributed = {
             index for index, parameter in enumerate(parameters) if getattr(parameter, "placements", None) is not None
         }
@@ -537,7 +539,32 @@ class LocalGradients:
                 if not memory.in_place and memory.holds(gradient):
                     gradient = gradient.clone()  # the push reads it in the background, when the unit may be freed
                 taken.append((index, gradient))
-        return taken
+        return self._with_deferred(taken, indices) if self.deferred else taken
+
+    def _with_deferred(self, taken: Gradients, indices: Iterable[int] | None) -> list[tuple[int, torch.Tensor]]:
+        """Returns gradients together with those that ``defer`` has moved away."""
+        gradients = dict(taken)
+        for index in sorted(self.deferred if indices is None else self.deferred.keys() & set(indices)):
+            total = self.deferred.pop(index)
+            if index in gradients:
+                total.add_(gradients[index])
+            gradients[index] = total.to(self._precision.stored_dtypes[index])
+        return sorted(gradients.items())
+
+    def defer(self) -> None:
+        """Moves the gradients to sums that ``divide`` does not change. The next push contains them."""
+        deferred, self.deferred = self.deferred, {}
+        for index, gradient in self.take():
+            if index in deferred:
+                deferred[index].add_(gradient)
+            else:  # servers add 16-bit gradients in fp32, too
+                deferred[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        self.deferred = deferred
+
+    @property
+    def hidden(self) -> bool:
+        """True if there are gradients that ``.grad`` does not show."""
+        return bool(self.sums or self.deferred)
 
     def leave_memory(self) -> None:
         """Copies the gradients that are in the parameters' memory. Called before the memory is released."""
@@ -596,6 +623,7 @@ class LocalGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for index in range(len(self._parameters)) if indices is None else indices:
                 self.sums.pop(index, None)
+                self.deferred.pop(index, None)
                 self._accumulated.pop(index, None)
                 self._parameters[index].grad = None
 
@@ -653,6 +681,8 @@ class Owner:
         """Where the gradient is that ``.grad`` does not show. Empty: ``.grad`` shows it, or there is none."""
         if self.unit.pushed:
             return "was pushed to the shard servers"
+        if self.index in self.unit.gradients.deferred:
+            return "waits in this process for the next push (no_sync)"
         return "is summed in another dtype (mixed precision)" if self.index in self.unit.gradients.sums else ""
 
     def note_gradient_read(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwell.parallel.description import ActivationShape
+    from shardwell.parallel.parallel_model import ParallelModel, TensorParallelOptions, parallelize
     from shardwell.parallel.pipeline import SCHEDULES, PipelineSchedule, PipelineStage, SchedulePlan
     from shardwell.parallel.splitting import ModelSplit, split_model
     from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
@@ -15,10 +16,13 @@ __all__ = [
     "SCHEDULES",
     "ActivationShape",
     "ModelSplit",
+    "ParallelModel",
     "PipelineSchedule",
     "PipelineStage",
     "SchedulePlan",
+    "TensorParallelOptions",
     "TensorParallelPlan",
+    "parallelize",
     "plan_tensor_parallel",
     "split_model",
 ]
@@ -27,10 +31,13 @@ _MODULES = {
     "SCHEDULES": "shardwell.parallel.pipeline",
     "ActivationShape": "shardwell.parallel.description",
     "ModelSplit": "shardwell.parallel.splitting",
+    "ParallelModel": "shardwell.parallel.parallel_model",
     "PipelineSchedule": "shardwell.parallel.pipeline",
     "PipelineStage": "shardwell.parallel.pipeline",
     "SchedulePlan": "shardwell.parallel.pipeline",
+    "TensorParallelOptions": "shardwell.parallel.parallel_model",
     "TensorParallelPlan": "shardwell.parallel.tensor",
+    "parallelize": "shardwell.parallel.parallel_model",
     "plan_tensor_parallel": "shardwell.parallel.tensor",
     "split_model": "shardwell.parallel.splitting",
 }

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
 
 from shardwell.grid.replica import first_line, is_lost_peer
 from shardwell.membership.membership import START_AGAIN
 from shardwell.module.fully_shard import Accumulation
 from shardwell.monitor.step_times import StepPart
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
+from shardwell.parallel.micro_batches import KeywordNames, check_names, check_shapes, count_samples, detached, merge
 from shardwell.parallel.splitting import StageExample
 from shardwell.seeds import derive_seed
 from shardwell.session.session import session_of
@@ -37,6 +39,8 @@ class PipelineStage(pipelining.PipelineStage):
     by the number of micro-batches, when the stage has finished its last backward. The schedule calls the stage; any
     schedule of ``torch.distributed.pipelining`` works. The gradients have the bits of one process that runs the same
     micro-batches one after another and divides their sum (``LoopedBFS``: in reverse order).
+
+    Keyword arguments of the schedule go to the stages whose forward takes them.
 
     Each forward draws its random numbers from a seed for (seed of the work item, stage, micro-batch). Dropout is
     therefore the same in every schedule, and different in every stage. The stage runs inside the loop over
@@ -71,7 +75,12 @@ class PipelineStage(pipelining.PipelineStage):
             output_args=example.outputs,
             group=group,
         )
-        self._example = example
+        self.example = example
+        self.keywords = KeywordNames(submodule.forward)
+        self.outputs: dict[int, Any] | None = None
+        """Outputs by micro-batch while they are collected; None otherwise."""
+        self.defers_push = False
+        """True if the gradients wait for the push of a later call of the schedule."""
         self._accumulation = Accumulation(submodule)
         self._has_begun = False
         self.busy_s = 0.0
@@ -89,18 +98,19 @@ class PipelineStage(pipelining.PipelineStage):
             self._accumulation.begin()
             self._has_begun = True
         seed = derive_seed(torch.initial_seed(), "stage", self.stage_index, fwd_chunk_id)
+        taken = {name: value for name, value in (kwargs or {}).items() if name in self.keywords}
         with self._busy(), _seeded(seed, self.device):
-            output = super().forward_one_chunk(
-                fwd_chunk_id, args, dict(kwargs or {}), save_forward_output=save_forward_output
-            )
+            output = super().forward_one_chunk(fwd_chunk_id, args, taken, save_forward_output=save_forward_output)
         if not self.is_last:
             self._check_output(output)
+        elif self.outputs is not None:
+            self.outputs[fwd_chunk_id] = detached(output)
         return output
 
     def _check_output(self, output: Any) -> None:
         """Raises unless the output is what the next stage has allocated memory for."""
         sent = output if isinstance(output, tuple) else (output,)
-        expected = self._example.outputs
+        expected = self.example.outputs
         if len(sent) != len(expected) or any(
             value.shape != other.shape or value.dtype != other.dtype
             for value, other in zip(sent, expected, strict=False)
@@ -108,7 +118,8 @@ class PipelineStage(pipelining.PipelineStage):
             raise UsageError(
                 f"stage {self.stage_index} sends {_describe(sent)} to the next stage, which expects "
                 f"{_describe(expected)}: all micro-batches must have the size of the example, and with mixed precision "
-                "its dtype: split.examples(..., dtype=torch.bfloat16)"
+                "its dtype: split.examples(..., dtype=torch.bfloat16). With sequence parallelism stages send parts: "
+                "split.examples(..., tensor_plan=plan)"
             )
 
     def backward_one_chunk(
@@ -130,10 +141,34 @@ class PipelineStage(pipelining.PipelineStage):
         """Divides, pushes and frees the stage's units. Called by the schedule after the stage's last backward."""
         self._has_begun = False
         with self._busy():
-            if self._accumulation:
-                self._accumulation.finish(grad_scale_factor)
-            else:
+            if not self._accumulation:
                 super().perform_reduce_grad(grad_scale_factor)
+            elif self.defers_push:
+                self._accumulation.defer(grad_scale_factor)
+            else:
+                self._accumulation.finish(grad_scale_factor)
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the stage has units."""
+        return bool(self._accumulation)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of forwards without backwards: the module is in evaluation mode, each unit is gathered once."""
+        modes = [(module, module.training) for module in self.submod.modules()]
+        self.submod.eval()
+        stays = self._accumulation.is_open  # the units stay for the next call of the schedule
+        if not stays:
+            self._accumulation.begin()
+        try:
+            yield
+            if not stays:
+                self._accumulation.close()
+        finally:
+            self.fwd_cache.clear()
+            for module, training in modes:
+                module.training = training
 
     def abandon(self) -> None:
         """Frees the stage's units after an error in the schedule."""
@@ -320,6 +355,62 @@ class SchedulePlan:
         )
 
 
+class _ForwardSchedule(schedules._PipelineScheduleRuntime):
+    """The forwards of a schedule, in its order, without backwards.
+
+    Torch's own ``eval`` skips the backwards of a schedule when it comes to them, which fails if a trainer has two
+    consecutive stages.
+
+    Args:
+        plan: The schedule.
+        stages: This trainer's stages.
+        training: Torch's schedule for training.
+        loss: Loss of one micro-batch.
+    """
+
+    def __init__(self, plan: SchedulePlan, stages: Sequence[PipelineStage], training: Any, loss: Loss) -> None:
+        super().__init__(list(stages), plan.num_micro_batches, loss_fn=loss)  # type: ignore[no-untyped-call]
+        self._has_backward = False
+        self.stage_index_to_group_rank = dict(enumerate(plan.holders))
+        for stage in stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        order = _single_stage_forwards(plan, stages[0]) if _KINDS[plan.schedule].is_single else _forwards_of(training)
+        self.pipeline_order_with_comms = {self.rank: order}
+
+    def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, keywords: Mapping[str, Any]) -> Any:
+        """Runs the forwards. Returns the losses, if there is a target."""
+        losses: list[torch.Tensor] = []
+        loss_fn = self._loss_fn
+        try:
+            self._loss_fn = None if target is None else loss_fn
+            self.step(
+                *inputs,
+                target=target,
+                losses=None if target is None else losses,
+                return_outputs=False,
+                **keywords,
+            )
+        finally:
+            self._loss_fn = loss_fn
+        return losses
+
+
+def _forwards_of(training: Any) -> list[Any]:
+    """Returns the actions of this trainer that forwards need."""
+    wanted = (schedules.FORWARD, schedules.SEND_F, schedules.RECV_F)
+    actions = training.pipeline_order_with_comms[training.rank]
+    parts = [part for action in actions for part in action.sub_actions or (action,)]
+    return [part for part in parts if part.computation_type in wanted]
+
+
+def _single_stage_forwards(plan: SchedulePlan, stage: PipelineStage) -> list[Any]:
+    kinds = [schedules.FORWARD]
+    kinds = kinds if stage.is_first else [schedules.RECV_F, *kinds]
+    kinds = kinds if stage.is_last else [*kinds, schedules.SEND_F]
+    numbers = range(plan.num_micro_batches)
+    return [schedules._Action(stage.stage_index, kind, number) for number in numbers for kind in kinds]
+
+
 class PipelineSchedule:
     """Runs the stages of one trainer on the micro-batches of a work item.
 
@@ -353,6 +444,9 @@ class PipelineSchedule:
         kind = _KINDS[plan.schedule]
         self.plan = plan
         self._stages, self._context = list(stages), context
+        self._has_first = any(stage.is_first for stage in stages)
+        self._has_last = any(stage.is_last for stage in stages)
+        self._forward_schedule: _ForwardSchedule | None = None
         self.idle_share = 0.0
         self._loss, self._loss_s = loss, 0.0
         self._schedule = kind.make(
@@ -361,33 +455,63 @@ class PipelineSchedule:
             loss_fn=self._measured_loss,
         )
 
-    def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    @overload
+    def step(
+        self,
+        *inputs: torch.Tensor,
+        target: torch.Tensor | None = ...,
+        return_outputs: Literal[False] = ...,
+        **keywords: Any,
+    ) -> torch.Tensor | None: ...
+
+    @overload
+    def step(
+        self, *inputs: torch.Tensor, target: torch.Tensor | None = ..., return_outputs: Literal[True], **keywords: Any
+    ) -> tuple[torch.Tensor | None, Any]: ...
+
+    def step(
+        self, *inputs: torch.Tensor, target: torch.Tensor | None = None, return_outputs: bool = False, **keywords: Any
+    ) -> torch.Tensor | tuple[torch.Tensor | None, Any] | None:
         """Runs all forwards and backwards of one work item. All trainers of the pipeline call it together.
 
         Args:
             inputs: Arguments of the first stage for the whole work item. Used by the trainer of the first stage.
-            target: Target for the loss. Used by the trainer of the last stage.
+            target: Target for the loss. Used by the trainer of the last stage; may be None on the others.
+            return_outputs: Whether to return the outputs of the last stage, too.
+            keywords: Keyword arguments for the whole work item, such as masks. Each stage of this trainer gets those
+                that its forward takes. The first dimension of tensors is cut into micro-batches; other values go to
+                every micro-batch.
 
         Returns:
-            The mean loss, on the trainer of the last stage. None on the others.
+            The mean loss, on the trainer of the last stage. None on the others. With ``return_outputs``, the loss and
+            the outputs of all micro-batches, joined and without graph; both None on the others.
 
         Raises:
-            UsageError: The number of samples is not a multiple of the number of micro-batches.
+            UsageError: The number of samples is not a multiple of the number of micro-batches, or is not that of the
+                example; the target is missing; no stage of this trainer takes a keyword argument; or gradients are
+                disabled.
             ReplicaLostError: Another trainer of the replica was lost meanwhile.
         """
-        for tensor in (*inputs, target):
-            self.plan.micro_batch_size(tensor.shape[0])
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "schedule.step under torch.no_grad() cannot run backwards: call schedule.eval(...) instead"
+            )
+        self._check(inputs, target, keywords)
+        if target is None and self._has_last:
+            raise UsageError("schedule.step(...) needs target= on the trainer of the last stage, to compute the loss")
         started, busy_s = time.perf_counter(), self._busy_s()
+        losses: list[torch.Tensor] = []
         try:
-            return self._run(inputs, target)
-        except BaseException as error:
-            for stage in self._stages:
-                stage.abandon()
-            if is_lost_peer(error):
-                raise ReplicaLostError(
-                    f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
-                ) from error
-            raise
+            with self._outputs(return_outputs) as outputs, self._raising(), self._context():
+                self._schedule.step(
+                    *(inputs if self._has_first else ()),
+                    target=target if self._has_last else None,
+                    losses=losses,
+                    return_outputs=False,
+                    **keywords,
+                )
+                loss = _mean(losses) if self._has_last else None
+                return (loss, _merged(outputs)) if return_outputs else loss
         finally:
             seconds = time.perf_counter() - started
             idle_s = seconds - (self._busy_s() - busy_s)
@@ -397,18 +521,124 @@ class PipelineSchedule:
             if parameter is not None and parameter.device.type == "cpu" and (session := session_of(parameter)):
                 session.monitor.add(StepPart.PIPELINE_BUBBLE, max(0.0, idle_s))
 
-    def _run(self, inputs: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor | None:
-        has_first = any(stage.is_first for stage in self._stages)
-        has_last = any(stage.is_last for stage in self._stages)
-        losses: list[torch.Tensor] = []
-        with self._context():
-            self._schedule.step(
-                *(inputs if has_first else ()),
-                target=target if has_last else None,
-                losses=losses,
-                return_outputs=False,
+    @overload
+    def eval(
+        self,
+        *inputs: torch.Tensor,
+        target: torch.Tensor | None = ...,
+        return_outputs: Literal[False] = ...,
+        **keywords: Any,
+    ) -> torch.Tensor | None: ...
+
+    @overload
+    def eval(
+        self, *inputs: torch.Tensor, target: torch.Tensor | None = ..., return_outputs: Literal[True], **keywords: Any
+    ) -> tuple[torch.Tensor | None, Any]: ...
+
+    def eval(
+        self, *inputs: torch.Tensor, target: torch.Tensor | None = None, return_outputs: bool = False, **keywords: Any
+    ) -> torch.Tensor | tuple[torch.Tensor | None, Any] | None:
+        """Runs the forwards only, without gradients, in evaluation mode. All trainers of the pipeline call it together.
+
+        Call it anywhere in a training loop: in a work item, or between steps. It reads the weights that a forward there
+        reads, and changes no result of the training. The stages have their former mode afterwards.
+
+        Args:
+            inputs: As in ``step``.
+            target: Target for the loss. None on the trainer of the last stage: no loss is computed.
+            return_outputs: As in ``step``. Required there without a target.
+            keywords: As in ``step``.
+
+        Returns:
+            As ``step``. The loss is None without a target.
+
+        Raises:
+            UsageError: As in ``step``.
+            ReplicaLostError: Another trainer of the replica was lost meanwhile.
+        """
+        self._check(inputs, target, keywords)
+        if self._has_last and target is None and not return_outputs:
+            raise UsageError(
+                "schedule.eval(...) on the trainer of the last stage needs target= to compute the loss, or "
+                "return_outputs=True"
             )
-        return torch.stack([loss.detach() for loss in losses]).mean() if has_last else None
+        if self._forward_schedule is None:
+            self._forward_schedule = _ForwardSchedule(self.plan, self._stages, self._schedule, self._measured_loss)
+        with self._outputs(return_outputs) as outputs, self._raising(), ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(stage.evaluating())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._context())
+            losses = self._forward_schedule.run(
+                inputs if self._has_first else (), target if self._has_last else None, keywords
+            )
+            loss = _mean(losses) if losses else None
+            return (loss, _merged(outputs)) if return_outputs else loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of all calls of ``step`` in a work item but the last one.
+
+        The stages stay gathered after these calls, and their gradients stay in this process. The next call after the
+        context pushes the sum of the mean gradients of all calls. Divide the loss by the number of calls to train with
+        their mean.
+
+        Raises:
+            UsageError: A stage is not sharded.
+        """
+        for stage in self._stages:
+            if not stage.is_sharded:
+                raise UsageError(
+                    f"no_sync: stage {stage.stage_index} is not sharded: call fully_shard or auto_wrap on its module "
+                    "before PipelineStage"
+                )
+        for stage in self._stages:
+            stage.defers_push = True
+        try:
+            yield
+        finally:
+            for stage in self._stages:
+                stage.defers_push = False
+
+    @property
+    def stages(self) -> Sequence[PipelineStage]:
+        """The stages of this trainer."""
+        return tuple(self._stages)
+
+    def _check(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, keywords: Mapping[str, Any]) -> None:
+        check_names(keywords, [stage.keywords for stage in self._stages])
+        size = count_samples(inputs, target, keywords)
+        if size is not None:
+            self.plan.micro_batch_size(size)
+        for stage in self._stages:
+            if stage.is_first and not stage.is_last:
+                check_shapes(inputs, stage.example.inputs, count=self.plan.num_micro_batches)
+
+    @contextmanager
+    def _outputs(self, wanted: bool) -> Iterator[dict[int, Any]]:
+        """Context in which the last stage collects its outputs by micro-batch, if they are wanted."""
+        outputs: dict[int, Any] = {}
+        for stage in self._stages if wanted else ():
+            stage.outputs = outputs
+        try:
+            yield outputs
+        finally:
+            for stage in self._stages:
+                stage.outputs = None
+
+    @contextmanager
+    def _raising(self) -> Iterator[None]:
+        """Context that frees the stages after an error, and tells if another trainer was lost."""
+        try:
+            yield
+        except BaseException as error:
+            for stage in self._stages:
+                stage.abandon()
+            if is_lost_peer(error):
+                raise ReplicaLostError(
+                    f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
+                ) from error
+            raise
 
     def _busy_s(self) -> float:
         return self._loss_s + sum(stage.busy_s for stage in self._stages)
@@ -418,6 +648,14 @@ class PipelineSchedule:
         loss = self._loss(output, target)
         self._loss_s += time.perf_counter() - started
         return loss
+
+
+def _mean(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.detach() for loss in losses]).mean()
+
+
+def _merged(outputs: Mapping[int, Any]) -> Any:
+    return merge([outputs[number] for number in sorted(outputs)]) if outputs else None
 
 
 def _check_stages(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> None:

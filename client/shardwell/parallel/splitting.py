@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.fx
@@ -21,8 +21,12 @@ from shardwell.grid.parallel_plan import descriptions
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.module.new_units import mark_ties
 from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription
+from shardwell.parallel.micro_batches import sends_parts, sequence_parts
 from shardwell.parallel.transformer import find_blocks, list_layers
 from shardwell_wire.errors import TiedParameterError, UsageError
+
+if TYPE_CHECKING:
+    from shardwell.parallel.tensor import TensorParallelPlan
 
 Cost = Callable[[str, nn.Module], float]
 """``(name, layer) -> cost`` in any unit."""
@@ -84,7 +88,12 @@ class ModelSplit:
         """
         return self._modules[index]
 
-    def examples(self, *inputs: torch.Tensor, dtype: torch.dtype | None = None) -> list[StageExample]:
+    def examples(
+        self,
+        *inputs: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        tensor_plan: TensorParallelPlan | None = None,
+    ) -> list[StageExample]:
         """Returns the inputs and outputs of every stage for one micro-batch, without computing values.
 
         Call it before ``fully_shard`` and before a tensor-parallel plan is applied.
@@ -92,9 +101,12 @@ class ModelSplit:
         Args:
             inputs: Arguments of the model's forward for one micro-batch. Only shapes and dtypes are used.
             dtype: Dtype of floating-point values between stages, if mixed precision changes it. None: the model's.
+            tensor_plan: The plan of tensor parallelism. Required if it is sequence-parallel: stages then send parts of
+                the sequence.
 
         Raises:
-            UsageError: A value between two stages is no tensor, or a layer creates tensors on a fixed device.
+            UsageError: A value between two stages is no tensor, or a layer creates tensors on a fixed device; or the
+                tensor-parallel ranks cannot divide the sequence.
         """
         values = tuple(torch.empty_like(value, device="meta") for value in inputs)
         found = []
@@ -105,7 +117,16 @@ class ModelSplit:
         self._description.micro_batch = micro_batch_of(
             inputs, [value for example in found for value in example.outputs]
         )
-        return found
+        if tensor_plan is None or not tensor_plan.sequence_parallel:
+            return found
+        cut = sends_parts(self.stages, tensor_plan.layers)
+        return [
+            StageExample(
+                sequence_parts(each.inputs, tensor_plan.tp) if before else each.inputs,
+                sequence_parts(each.outputs, tensor_plan.tp) if after else each.outputs,
+            )
+            for each, before, after in zip(found, [False, *cut], cut, strict=False)
+        ]
 
     def _run_on_meta(self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         if any(isinstance(part, ShardedModule) for part in module.modules()):

@@ -125,6 +125,7 @@ class WorkItemState:
         shared_units: Units whose gradients other trainers of the node may have added to theirs.
         checksums: Checksums of the gradients that all tensor-parallel ranks compute. None: there are none.
         headers: Makes the headers of the attempt's gradients. None: it has pushed none.
+        scalars: Numbers that the training script has logged for the attempt, by name.
     """
 
     def __init__(self, item: coordinator_pb2.WorkItem) -> None:
@@ -139,6 +140,7 @@ class WorkItemState:
         self.shared_units: set[int] = set()
         self.checksums: GradientChecksums | None = None
         self.headers: PartHeaders | None = None
+        self.scalars: dict[str, float] = {}
         self._changing = threading.Lock()
 
     # ---- the state ----
@@ -198,6 +200,7 @@ class WorkItemState:
         self.shared_units.clear()
         self.parts.clear()
         self.pushed.clear()
+        self.scalars.clear()
         if self.checksums is not None:
             self.checksums.clear()
         # Servers add kept gradients to each attempt anew, so its pushes name again which of them are dropped.
@@ -260,6 +263,7 @@ class WorkItemState:
             summed_dp_ranks=sorted(self.summed),
             gradient_checksums=self.checksums.to_proto() if self.checksums is not None else None,
             number=self.item.number,
+            scalars=self.scalars,
         )
 
 

@@ -22,6 +22,7 @@ from shardwell_wire.errors import (
     UsageError,
     VersionGoneError,
 )
+from shardwell_wire.model.names import check_scalars
 from shardwell_wire.model.optimizers import KEPT_GROUP, NO_GROUP
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -54,6 +55,8 @@ class StepInFlight:
         self.items = WorkItems(training, self.rejoining, self.iteration)
         self.several_optimizers = False
         """Whether several optimizers update the session's parameters in turn."""
+        self.means: Mapping[str, float] = {}
+        """Means over the data ranks of the numbers that were logged in the step that was committed last, by name."""
         # A commit that was interrupted with the former model may be pending.
         training.units.passes.before_use = self.settle
 
@@ -109,6 +112,29 @@ class StepInFlight:
         if not self.state.in_batches and not self.state.unfinished:
             self.items.finish_work(accept_work=False)  # raises if the items of this trainer were restarted, too
         raise error
+
+    # ---- logged numbers ----
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds numbers to this trainer's current work item. See ``Step.log``.
+
+        Args:
+            step: Number of the step, as in ``StepState.position``.
+            scalars: The numbers by name.
+        """
+        if self.iteration.voided or self._membership.lapsed:
+            return  # the item is computed again
+        if self.state.position > step and not self.state.asynchronous:
+            return  # the loop repeats a committed step
+        if (current := self.state.current) is None:
+            calls = ", ".join(f"{name}=..." for name in scalars)
+            raise UsageError(
+                f"step.log({calls}) was called in step {self.state.number} outside of a work item, to which logged "
+                "numbers belong: call it inside `for batch in step.batches(...)`. In a loop without step.batches, call "
+                "it before clip_grad_norm_ and optimizer.step()"
+            )
+        check_scalars({*current.scalars, *scalars})
+        current.scalars.update(scalars)
 
     # ---- dropped gradients ----
 
@@ -235,6 +261,7 @@ class StepInFlight:
         state, optimizer = self.state, update.optimizer
         if step < state.position:  # the loop repeats a committed step, and the coordinator repeats its answer
             response = self._send_proposal(step, update)
+            self.means = dict(response.means)
             self._buffers.restore()
             return not response.skipped
         if state.pending_update is None and not (state.in_batches or state.skips_gradients):
@@ -294,6 +321,7 @@ class StepInFlight:
     def _advance(self, response: coordinator_pb2.CommitStepResponse, optimizer: common_pb2.OptimizerStep) -> None:
         """Moves to the step after the commit."""
         step, updated, kept = self.state.number, None, []
+        self.means = dict(response.means)
         for unit in optimizer.units:
             if KEPT_GROUP in unit.group_indices:
                 kept.append(unit.unit_index)

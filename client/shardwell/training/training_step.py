@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsFloat
 
 import torch
 from torch.utils.data import default_collate
@@ -27,6 +28,13 @@ BatchFunction = Callable[[int, int], Any]
 """``(step, dp_rank) -> batch``."""
 
 
+class UnknownMeans(dict[str, float]):
+    """The means of a step that is not committed, or whose iteration has lost its effect: NaN for every name."""
+
+    def __missing__(self, name: str) -> float:
+        return math.nan
+
+
 @dataclass(slots=True)
 class LoopPosition:
     """Position of a loop over ``session.steps``."""
@@ -37,6 +45,8 @@ class LoopPosition:
     """Calls of ``optimizer.step()`` per iteration. Each call is a commit of the run."""
     commits: int = 0
     """Calls of ``optimizer.step()`` in this iteration so far."""
+    means: Mapping[str, float] = field(default_factory=UnknownMeans)
+    """Means of the logged numbers in the last of these commits, by name."""
 
     @property
     def step(self) -> int:
@@ -109,6 +119,35 @@ class Step:
         make_batch = batch_function(source, seed=self._seed, dp=self._dp, batch_size=batch_size, collate_fn=collate_fn)
         return self._batches(make_batch, batch_size or 0)
 
+    def log(self, **scalars: float | torch.Tensor | None) -> None:
+        """Logs numbers of this trainer's work item, such as its loss. ``means`` has their means over the data ranks.
+
+        Call it in the loop over ``batches``. A later value of the same name replaces the earlier one. Numbers of a work
+        item that is computed again are logged again, so the means do not depend on which trainers are lost.
+
+        Args:
+            scalars: Numbers or tensors with one element, by name. None: this trainer has no value, such as the loss of
+                a pipeline on trainers without the last stage. Of a replica, the trainer of the lowest rank that has
+                logged a name counts.
+
+        Raises:
+            UsageError: A value is no number, or the call is outside of a work item.
+            InvalidRequestError: The item has more than 64 names, or a name is too long.
+        """
+        found = {name: _number(name, value) for name, value in scalars.items() if value is not None}
+        self._work.log(self._loop.step, found)
+
+    @property
+    def means(self) -> Mapping[str, float]:
+        """Means over the data ranks of the numbers that ``log`` was called with, after ``optimizer.step()``.
+
+        They are equal on all trainers, and part of the commit record: a loop that repeats the last committed step,
+        after joining a run with tracked objects, reads them again. The values are added in the order of the data ranks.
+        Before the commit, and in an iteration that has lost its effect because this trainer lost its place in the run,
+        the mapping is empty and gives NaN for every name.
+        """
+        return self._loop.means
+
     def _batches(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         work = self._work
         work.settle()
@@ -155,6 +194,18 @@ class Step:
         monitor.add(StepPart.DATA, time.perf_counter() - started)
         monitor.count(samples=num_samples)
         return batch
+
+
+def _number(name: str, value: float | torch.Tensor) -> float:
+    if isinstance(value, torch.Tensor):
+        # A loss that tensor-parallel ranks compute together is a DTensor, whose class takes long to import.
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if whole.numel() == 1 and not whole.is_complex():
+            return float(whole.item())
+    elif isinstance(value, SupportsFloat):
+        return float(value)
+    what = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    raise UsageError(f"step.log({name}=...): expected a number or a tensor with one element, got a {what}")
 
 
 def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, collate_fn: Any) -> BatchFunction:
@@ -248,6 +299,13 @@ class TrainingLoop:
                 "optimizer.step() once in the loop body"
             )
         number = self._first_iteration(optimizer_steps)
+        if number * optimizer_steps < self._committed and not self._in_flight.state.asynchronous:
+            logger.warning(
+                "the loop body of step %d runs again without batches, because tracked objects were restored: it only "
+                "repeats what follows optimizer.step(), such as scheduler.step(). A loss that is computed in the loop "
+                "over step.batches is unset in it: print step.means, which has the numbers of step.log(loss=loss)",
+                number,
+            )
         loop: LoopPosition | None = None
         state = self._in_flight.state
         state.item_limit = num_steps if state.asynchronous else None
@@ -294,4 +352,5 @@ class TrainingLoop:
         updated = self._in_flight.commit(step, update)
         if position is not None and not self.iteration.voided:
             position.commits += 1
+            position.means = self._in_flight.means
         return updated

@@ -73,6 +73,7 @@ class WorkItems:
         """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
         self._state.start_item(item)
         self._item_started_s = time.monotonic()
+        item.scalars.clear()
         self._units.zero_grad()
         try:
             self._buffers.start_item(self._state.number, item)

@@ -1,14 +1,14 @@
 """Names: of what a request may contain, and of a run, whose id distinguishes it from deleted runs of the same name.
 
-Servers check every request before they process it. The limits of parallel plans, which trainers report and the
-coordinator stores with the run, stand here, too.
+Servers check every request before they process it. The limits of parallel plans and logged numbers, which trainers
+report and the coordinator stores with the run, are here, too.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -172,6 +172,21 @@ class RunIdentity:
 def new_run_id() -> str:
     """Returns a new run id: 16 random hexadecimal digits."""
     return secrets.token_hex(_ID_BYTES)
+
+
+MAX_SCALARS = 64
+"""Most numbers that a training script logs for one work item."""
+
+MAX_SCALAR_NAME_LENGTH = 100
+"""Most characters in the name of such a number."""
+
+
+def check_scalars(names: Collection[str]) -> None:
+    """Raises InvalidRequestError if there are too many logged numbers, or a name is invalid."""
+    if len(names) > MAX_SCALARS:
+        raise InvalidRequestError(f"{len(names)} numbers are logged for one work item: expected at most {MAX_SCALARS}")
+    for name in names:
+        check_name("name of a logged number", name, MAX_SCALAR_NAME_LENGTH)
 
 
 MAX_PLAN_BYTES = 256 << 10

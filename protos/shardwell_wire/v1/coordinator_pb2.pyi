@@ -1636,6 +1636,22 @@ class FinishedItem(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class ScalarsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     GLOBAL_RANK_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
@@ -1645,6 +1661,7 @@ class FinishedItem(google.protobuf.message.Message):
     SUMMED_DP_RANKS_FIELD_NUMBER: builtins.int
     GRADIENT_CHECKSUMS_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    SCALARS_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -1673,6 +1690,10 @@ class FinishedItem(google.protobuf.message.Message):
     def gradient_checksums(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GradientChecksums]:
         """Checksums of gradients that all tensor-parallel ranks of a replica compute, one of which pushes them."""
 
+    @property
+    def scalars(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Numbers that the training script has logged for the item, such as its loss, by name."""
+
     def __init__(
         self,
         *,
@@ -1685,8 +1706,9 @@ class FinishedItem(google.protobuf.message.Message):
         summed_dp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         gradient_checksums: collections.abc.Iterable[global___GradientChecksums] | None = ...,
         number: builtins.int = ...,
+        scalars: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "number", b"number", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "number", b"number", "scalars", b"scalars", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
 
@@ -2101,6 +2123,22 @@ global___CommitStepRequest = CommitStepRequest
 class CommitStepResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class MeansEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     COMMITTED_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     GRAD_NORM_FIELD_NUMBER: builtins.int
@@ -2115,6 +2153,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     PREVIOUS_UPDATE_FIELD_NUMBER: builtins.int
     RECORD_S_FIELD_NUMBER: builtins.int
     STALENESS_FIELD_NUMBER: builtins.int
+    MEANS_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -2161,6 +2200,12 @@ class CommitStepResponse(google.protobuf.message.Message):
     def previous_update(self) -> global___UpdateDuration:
         """The slowest update of the step before this one. Unset: not known."""
 
+    @property
+    def means(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Means of FinishedItem.scalars over the data ranks, by name. A data rank that has not logged a name does not count for
+        it. Empty: nothing was logged, or the record of the commit is no longer kept.
+        """
+
     def __init__(
         self,
         *,
@@ -2178,9 +2223,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         previous_update: global___UpdateDuration | None = ...,
         record_s: builtins.float = ...,
         staleness: builtins.int | None = ...,
+        means: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "staleness", b"staleness", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "new_state", b"new_state", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "means", b"means", "new_state", b"new_state", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_previous_update", b"_previous_update"]) -> typing.Literal["previous_update"] | None: ...
     @typing.overload

@@ -18,6 +18,7 @@ code then compares ``Step.generation`` and ``Run.work`` with the values from bef
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +33,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers, che
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.steps.committed_steps import PendingUpdate, changed_buffers, next_run_state
 from shardwell_server.coordinator.steps.proposals import NormKind, PreparedGradients, StepProposal, committed_optimizer
+from shardwell_server.coordinator.steps.reports import mean_scalars
 from shardwell_server.coordinator.steps.step import Step
 from shardwell_server.coordinator.storage.records import BackupState, CommitRecord
 from shardwell_server.optimizer_checks import allocation_key, units_that_count
@@ -464,6 +466,7 @@ class Committer:
             grad_norm=prepared.grad_norm,
             other_norms=tuple((norm.kind.norm_type, norm.kind.bound, norm.value) for norm in prepared.other_norms),
             skipped=step.skipped,
+            means=json.dumps(means) if (means := mean_scalars(step.items)) else "",
             **_asynchronous_facts(run, step),
         )
         layouts, changed = run.units.layouts, prepared.changed_buffers

@@ -48,7 +48,16 @@ UNIT = UnitRecord(0, b"spec", True, shards=(ShardRecord(0, 4096, "s9", "i"), Sha
 
 def commit_record(step: int) -> CommitRecord:
     return CommitRecord(
-        step, 1.5, "rank 0", b"optimizer", 0.25, (1, 0), float("inf"), ((3.0, 0.5, 2.5),), skipped=step % 2 == 1
+        step,
+        1.5,
+        "rank 0",
+        b"optimizer",
+        0.25,
+        (1, 0),
+        float("inf"),
+        ((3.0, 0.5, 2.5),),
+        skipped=step % 2 == 1,
+        means='{"loss": 0.1}',
     )
 
 

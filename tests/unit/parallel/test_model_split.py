@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from shardwell.parallel import split_model
+from shardwell.parallel import plan_tensor_parallel, split_model
 from shardwell.parallel.splitting import balanced_starts, even_starts
 from shardwell.parallel.transformer import LayerKind
 from shardwell.wrapping.policies import BlockPolicy
@@ -96,6 +96,34 @@ def test_examples_follow_the_micro_batch_and_leave_the_model_alone() -> None:
     assert [tuple(example.outputs[0].shape) for example in examples] == [(3, 7, 8), (3, 7, 31)]
     assert examples[0].inputs[0].dtype == torch.int64
     assert all(not parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths"),
+    [
+        (["blocks.0"], [8, 8]),  # the first block cuts the sequence
+        (["blocks.2"], [4, 8]),
+        (["norm"], [4, 8]),
+        (["head"], [8, 8]),  # the last norm gathers the sequence
+    ],
+)
+def test_examples_with_sequence_parallelism_are_parts(starts: list[str], lengths: list[int]) -> None:
+    model = untied_gpt()
+    model.head = nn.Linear(8, 32, bias=False)
+    plan = plan_tensor_parallel(model, 2, sequence_parallel=True, vocabulary=False, fused_by_head=True)
+    split = split_model(model, 2, starts=starts)
+    examples = split.examples(torch.zeros(3, 8, dtype=torch.int64), tensor_plan=plan)
+    assert [example.outputs[0].shape[1] for example in examples] == lengths
+    assert examples[1].inputs[0].shape == examples[0].outputs[0].shape
+    assert examples[0].inputs[0].shape == (3, 8), "every rank gets the whole sequence"
+    assert all(example.outputs[0].requires_grad for example in examples)
+
+
+def test_examples_need_a_length_that_the_tensor_parallel_ranks_divide() -> None:
+    model = untied_gpt()
+    plan = plan_tensor_parallel(model, 2, sequence_parallel=True, vocabulary=False, fused_by_head=True)
+    with pytest.raises(UsageError, match="tp=2 does not divide the 7 tokens of a sequence"):
+        split_model(model, 2).examples(torch.zeros(3, 7, dtype=torch.int64), tensor_plan=plan)
 
 
 def test_models_on_the_meta_device_can_be_split() -> None:

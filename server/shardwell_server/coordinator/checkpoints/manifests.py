@@ -423,4 +423,5 @@ def _commit_from_dict(content: Mapping[str, Any]) -> CommitRecord:
         dp_rank=int(fields.get("dp_rank", 0)),
         item=int(fields.get("item", 0)),
         base_version=int(fields.get("base_version", 0)),
+        means=str(fields.get("means", "")),
     )

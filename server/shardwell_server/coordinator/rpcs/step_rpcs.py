@@ -6,6 +6,7 @@ restarted coordinator receives everything it needs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence, Set
 
 from shardwell_server.coordinator.inspection.events import EventKind
@@ -401,6 +402,7 @@ class StepRpcs(CoordinatorRpcs):
             record_s=run.commits.record_s if number == run.committed_step - 1 else 0.0,
             residuals=run.wanted_residuals(member),
             staleness=None if record is None else record.staleness,
+            means=json.loads(record.means) if record is not None and record.means else None,
         )
         if (update := run.commits.update_before(number)) is not None:
             response.previous_update.server, response.previous_update.duration_s = update.server_id, update.duration_s

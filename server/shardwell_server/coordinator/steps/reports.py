@@ -8,14 +8,16 @@ on with the gradient of rank 0.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.steps.step import FinishedWork, ItemReport, MemberWork, Step, WorkItem
 from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatchError, StepStateError
 from shardwell_wire.model.layout import UnitLayout
-from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS, check_path
+from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS, check_path, check_scalars
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -75,7 +77,9 @@ def _check_report(
         if member.finished:
             return None
     written, checksums = _written_buffers(report, layouts), _gradient_checksums(report, layouts)
-    return FinishedWork(item, member, ItemReport(parts, frozenset() if is_twin else summed, written, checksums))
+    check_scalars(report.scalars)
+    summed = frozenset() if is_twin else summed
+    return FinishedWork(item, member, ItemReport(parts, summed, written, checksums, dict(report.scalars)))
 
 
 def _checked_sums(step: Step, report: coordinator_pb2.FinishedItem) -> frozenset[int]:
@@ -222,6 +226,27 @@ def _message(item: WorkItem, step: int, unit: Unit, pp_rank: int, lines: Sequenc
         "the same hardware and number of threads, the ranks compute with different values: check that all of them get "
         "the same batch and the same random numbers. Later differences of this unit are not reported"
     )
+
+
+def mean_scalars(items: Mapping[int, WorkItem]) -> dict[str, float]:
+    """Returns the means over the data ranks of the numbers that training scripts have logged, by name.
+
+    They are added in the order of the data ranks. Of a replica, the trainer of the lowest rank that has logged a name
+    counts. A data rank that has not logged it does not count.
+
+    Args:
+        items: The finished work items of a step, by data rank.
+    """
+    values: dict[str, list[float]] = {}
+    for _, item in sorted(items.items()):
+        of_item: dict[str, float] = {}
+        for _, member in sorted(item.members.items()):
+            for name, value in member.report.scalars.items():
+                of_item.setdefault(name, value)
+        for name, value in of_item.items():
+            values.setdefault(name, []).append(value)
+    # Not `sum`, whose result depends on the version of Python.
+    return {name: reduce(operator.add, found) / len(found) for name, found in sorted(values.items())}
 
 
 def check_plan(plan: coordinator_pb2.ParallelPlan) -> None:

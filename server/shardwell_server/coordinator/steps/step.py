@@ -98,6 +98,8 @@ class ItemReport:
     """Checksums, by unit and layout index, of buffers that the training script changed before the item started."""
     gradient_checksums: dict[tuple[int, int], int] = field(default_factory=dict)
     """Checksums, by unit and layout index, of gradients that the other tensor-parallel ranks compute, too."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the training script has logged, by name."""
 
 
 NO_REPORT = ItemReport()

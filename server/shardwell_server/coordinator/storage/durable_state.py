@@ -34,7 +34,7 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 17
+SCHEMA_VERSION = 18
 
 FILE_NAME = "coordinator.sqlite"
 
@@ -85,7 +85,7 @@ CREATE TABLE commits (
     run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
     clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL,
     other_norms TEXT NOT NULL, skipped INTEGER NOT NULL, trainer TEXT NOT NULL, dp_rank INTEGER NOT NULL,
-    item INTEGER NOT NULL, base_version INTEGER NOT NULL,
+    item INTEGER NOT NULL, base_version INTEGER NOT NULL, means TEXT NOT NULL,
     PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;

@@ -234,6 +234,8 @@ class CommitRecord(Row):
     """In an asynchronous run: the number of the item in its data rank."""
     base_version: int = 0
     """In an asynchronous run: the version that the item read."""
+    means: str = ""
+    """Means over the data ranks of the numbers that training scripts have logged: JSON, by name. Empty: none."""
 
     @property
     def staleness(self) -> int | None:
