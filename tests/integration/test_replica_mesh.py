@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwell
 from shardwell_wire.errors import StaleEpochError
@@ -46,6 +48,21 @@ def check(session: shardwell.Session) -> None:
         replica.require_same_item(coordinator_pb2.WorkItem(dp_rank=1, attempt=session.pp_rank))
 
 
+def check_store(session: shardwell.Session) -> None:
+    """Torch keeps only the C++ half of the group's store, and makes other groups through it later."""
+    gc.collect()
+    store, rank = dist.distributed_c10d._get_default_store(), session.pp_rank or 0
+    store.set(f"key{rank}", f"value {rank}")
+    store.wait([f"key{other}" for other in range(2)])
+    assert store.get(f"key{1 - rank}") == f"value {1 - rank}".encode()
+    assert store.check(["key0", "key1"]) and not store.check(["none"])
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    other = DeviceMesh("cpu", torch.arange(2).view(2, 1), mesh_dim_names=("cp", "ep"))
+    dist.all_reduce(total, group=other["cp"].get_group())
+    assert total.item() == 2.0
+
+
 class EndedStore(dist.Store):
     """A store of a replica that has lost a trainer."""
 
@@ -59,6 +76,7 @@ def worker(rank: int, address: str, run: str, folder: str) -> None:
         with pytest.raises(StaleEpochError):
             dist.init_process_group("gloo", store=EndedStore(), rank=1, world_size=2)
     check(session)
+    check_store(session)
     left = Path(folder, "left")
     if rank == 3:
         session.close()
@@ -71,6 +89,7 @@ def worker(rank: int, address: str, run: str, folder: str) -> None:
         wait_until(left.exists, "the other trainer leaves", timeout_s=60)
         assert session.replica_mesh() is not before
     check(session)
+    check_store(session)
     dist.barrier()
     session.close()
     assert not dist.is_initialized()

@@ -1,35 +1,19 @@
-"""Processes that talk to each other directly: a replica's process group, the run's device mesh, a host's node group.
-
-Note: [Ending a collective]
-    A collective of gloo in which a process does not answer ends at the group's timeout. With torch 2.13, ``abort`` and
-    ``shutdown`` of the group in another thread do not end it. It fails at once when a connection of the group ends, as
-    if the other process had ended. Gloo does not tell its connections. They are those that exist after the group was
-    formed and did not exist before. A connection to a server that another thread opened meanwhile is ended, too; the
-    trainer connects again.
-"""
+"""Processes that talk to each other directly: a replica's process group, the run's device mesh, a host's node group."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import logging
-import os
-import re
-import socket
-import sys
 import time
-from collections.abc import Iterator, Set
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwell.grid.process_group import ReplicaProcessGroup, first_line, is_lost_peer
 from shardwell.grid.replica_store import ReplicaStore
 from shardwell.membership.membership import START_AGAIN, Membership
 from shardwell.options import JoinConfig
@@ -47,82 +31,6 @@ from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
-
-_GLOO = re.compile(
-    r"gloo.*(closed by peer|reset by peer|broken pipe|timed out|connect timeout|socket closed)",
-    re.IGNORECASE | re.DOTALL,
-)
-"""Gloo reports a lost process as a plain RuntimeError: its text begins with the path of a source file of gloo."""
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """True if an error, or an error that caused it, says that another process does not answer."""
-    return any(isinstance(cause, dist.DistError) or _GLOO.search(str(cause)) for cause in _causes(error))
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of the error that caused all others."""
-    *_, cause = _causes(error)
-    return str(cause).strip().partition("\n")[0]
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
-_DESCRIPTORS = "/dev/fd"
-"""Folder that lists the open file descriptors of this process, on Linux and macOS."""
-
-
-class Connection(NamedTuple):
-    """The two ends of a TCP connection, as ``socket`` returns them."""
-
-    local: Any
-    remote: Any
-
-
-def open_connections() -> frozenset[Connection]:
-    """Returns the TCP connections of this process."""
-    return frozenset(connection for connection, _ in _connected_sockets())
-
-
-def end_connections(connections: Set[Connection]) -> int:
-    """Ends those of the given connections that this process has. Returns their number.
-
-    Their descriptors stay open: they belong to the process group. Pending data that has arrived can still be read.
-    """
-    count = 0
-    for connection, connected in _connected_sockets():
-        if connection in connections:
-            with suppress(OSError):  # the other process has ended it
-                connected.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
-
-
-def _connected_sockets() -> Iterator[tuple[Connection, socket.socket]]:
-    """Yields each TCP connection with a socket that is closed when the next one is requested."""
-    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        try:
-            descriptor = os.dup(int(name))
-        except OSError:  # closed meanwhile
-            continue
-        try:
-            duplicate = socket.socket(fileno=descriptor)
-        except OSError:  # not a socket
-            os.close(descriptor)
-            continue
-        with duplicate:
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM:
-                try:
-                    connection = Connection(duplicate.getsockname(), duplicate.getpeername())
-                except OSError:  # not connected
-                    continue
-                yield connection, duplicate
-
 
 _STORE_NAME = "torch.distributed"
 
@@ -164,8 +72,7 @@ def device_mesh(membership: Membership, step: int, *, host: str, device_type: st
         else:
             found, _, port = membership.exchange_address(step, _STORE_NAME, None).rpartition(":")
             store = TCPStore(found, int(port), world.size, is_master=False)
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world.size)
+        dist.init_process_group(check_backend(device_type, None), store=store, rank=rank, world_size=world.size)
     shape = [getattr(world, axis) for axis in world.order]
     return DeviceMesh(device_type, torch.arange(world.size).view(shape), mesh_dim_names=world.order)
 
@@ -268,7 +175,7 @@ def meet(members: NodeMembers) -> tuple[NodeRendezvous, HostFolder]:
     return rendezvous, folder
 
 
-_AXES = ("tp", "pp")
+_GLOO, _NCCL = "gloo", "nccl"
 _PAUSE_S = 0.05
 """Pause between two questions to the coordinator while members are missing."""
 
@@ -305,35 +212,37 @@ class ReplicaGroup:
 
     def __init__(self, membership: Membership, *, wait_limit_s: float) -> None:
         self._membership, self._wait_limit_s = membership, wait_limit_s
-        self._group: dist.ProcessGroup | None = None
-        self._mesh: DeviceMesh | None = None
+        self._group: ReplicaProcessGroup | None = None
         self.epoch = 0
         """Epoch of the replica whose group was formed last, or was to be formed. Stays when the group is closed."""
-        self._connections: frozenset[Connection] = frozenset()
-        """TCP connections to the other trainers of the replica."""
         membership.replica_epoch.when_void = self._end_collectives
 
-    def mesh(self, device_type: str) -> DeviceMesh:
+    def mesh(self, device_type: str, backend: str | None = None) -> DeviceMesh:
         """Returns the mesh of the replica, with the axes ``tp`` and ``pp``.
 
         Forms the process group at the first call, and again if the trainers of the replica have changed.
 
+        Args:
+            device_type: Device type of the mesh.
+            backend: Backend of the process group. None: ``nccl`` for ``cuda``, otherwise ``gloo``.
+
         Raises:
-            UsageError: This trainer plays several places of a replica, or none; or ``torch.distributed`` has another
-                default process group.
+            UsageError: This trainer plays several places of a replica, or none; ``torch.distributed`` has another
+                default process group; or the backend does not suit the device type.
             DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
         """
+        backend = check_backend(device_type, backend)
         while True:
             members = self._wait_for_members()
-            if self._mesh is not None and members.epoch == self.epoch:
-                return self._mesh
+            if self._group is not None and members.epoch == self.epoch:
+                return self._group.mesh
             try:
-                self._form(members, device_type)
+                self._form(members, device_type, backend)
             except StaleEpochError as error:  # the store ended: the trainers of the replica have changed meanwhile
                 logger.info("replica %d: %s", members.dp_rank, error)
 
-    def _form(self, members: ReplicaMembers, device_type: str) -> None:
-        self.close()
+    def _form(self, members: ReplicaMembers, device_type: str, backend: str) -> None:
+        self.close(lost=True)
         self.epoch = members.epoch
         if dist.is_initialized():
             raise UsageError(
@@ -342,26 +251,25 @@ class ReplicaGroup:
             )
         world = self._membership.world
         size = world.tp * world.pp
-        timeout = timedelta(seconds=self._wait_limit_s)
-        store = ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore()
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        # torch numbers the groups of a process, also those whose creation failed. All trainers must use the same names.
-        distributed_c10d._world.group_count = 0
-        before = open_connections()
-        dist.init_process_group(backend, store=store, rank=members.rank, world_size=size, timeout=timeout)
-        self._group = dist.group.WORLD
-        try:
-            self._mesh = DeviceMesh(device_type, torch.arange(size).view(world.tp, world.pp), mesh_dim_names=_AXES)
-        except BaseException:  # such as a trainer of the replica that is lost meanwhile
-            self.close()
-            raise
-        self._connections = open_connections() - before
+        self._group = ReplicaProcessGroup(
+            backend,
+            device_type,
+            ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore(),
+            rank=members.rank,
+            shape=(world.tp, world.pp),
+            timeout_s=self._wait_limit_s,
+        )
         self._membership.replica_epoch.form(members.epoch, members.dp_rank)
         logger.info("replica %d: %d trainers formed a process group over %s", members.dp_rank, size, backend)
 
     def require_valid(self) -> None:
         """Raises ReplicaLostError if the trainers of the replica have changed since the process group was formed."""
         self._membership.replica_epoch.require_valid()
+
+    def require_results(self) -> None:
+        """Raises ReplicaLostError if collectives were aborted, so that what was computed is undefined."""
+        if self._group is not None and self._group.aborted:
+            raise self._membership.replica_epoch.lost_error()
 
     def require_same_item(self, item: coordinator_pb2.WorkItem) -> None:
         """Checks that all trainers of the replica start the same attempt of the same item.
@@ -371,19 +279,22 @@ class ReplicaGroup:
         Raises:
             ReplicaLostError: They start different ones, or one of them was lost.
         """
-        if self._mesh is None or self._mesh.size() == 1:
+        group = self._group
+        if group is None or group.mesh.size() == 1:
             return
         self._membership.replica_epoch.announce(item.replica_epoch)
         self.require_valid()
-        own = torch.tensor([item.dp_rank, item.attempt], device=self._mesh.device_type)
+        own = torch.tensor([item.dp_rank, item.attempt], device=group.control_device)
         most = torch.cat([own, -own])
         try:
             dist.all_reduce(most, dist.ReduceOp.MAX)
+            is_same = torch.equal(most, torch.cat([own, -own]))
         except Exception as error:
             if not is_lost_peer(error):
                 raise
             raise ReplicaLostError(f"a trainer of this replica was lost: {START_AGAIN}. {first_line(error)}") from error
-        if not torch.equal(most, torch.cat([own, -own])):
+        self.require_results()
+        if not is_same:
             raise ReplicaLostError(
                 f"the trainers of this replica do not start the same work item: dp rank {item.dp_rank}, attempt "
                 f"{item.attempt} is this trainer's. To go on, {START_AGAIN}"
@@ -427,27 +338,39 @@ class ReplicaGroup:
         Only while a work item is computed: after the last step, trainers may leave while others use the group.
         See Note: [Ending a collective].
         """
-        if self._membership.computes_item:
-            count = end_connections(self._connections)
-            logger.warning("%s; %d connections are ended", self._membership.replica_epoch.lost_error(), count)
+        group = self._group
+        if group is not None and self._membership.computes_item:
+            logger.warning("%s; %s", self._membership.replica_epoch.lost_error(), group.end_collectives())
 
-    def close(self) -> None:
-        """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards."""
+    def close(self, *, lost: bool = False) -> None:
+        """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards.
+
+        Args:
+            lost: True if a trainer of the replica may not answer.
+        """
+        lost = lost or self._membership.replica_epoch.is_void
         self._membership.replica_epoch.close()
-        self._connections = frozenset()
-        group, self._group, self._mesh = self._group, None, None
-        if group is not None and dist.is_initialized() and dist.group.WORLD is group:
-            dist.destroy_process_group()
-            _forget_meshes()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close(lost=lost)
 
 
-def _forget_meshes() -> None:
-    """Clears torch's caches of operations on DTensors in this thread.
+def check_backend(device_type: str, backend: str | None) -> str:
+    """Returns the backend of process groups on a type of device.
 
-    Meshes are equal if they have the same shape, whatever their groups. A trainer with another place in the next mesh
-    would find the groups of its former place in the caches.
+    Args:
+        device_type: The type.
+        backend: The backend that the caller wants. None: the usual one.
+
+    Raises:
+        UsageError: Torch has no such backend, or it does not serve this type of device.
     """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
-
-        debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    if backend is None:
+        return _NCCL if device_type == "cuda" else _GLOO
+    known = dist.Backend.backend_capability
+    if device_type not in known.get(backend, ()):
+        able = ", ".join(repr(name) for name, types in known.items() if device_type in types)
+        raise UsageError(
+            f"backend {backend!r} does not serve device_type={device_type!r}: choose one of {able}, or leave it out"
+        )
+    return backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from torch._C._distributed_c10d import Store
 
@@ -71,6 +71,13 @@ class CoordinatorStore(Store):
         """Waits until all keys have values. The limit is that of ``get``, whatever the timeout."""
         self.multi_get(keys)
 
+    def clone(self) -> Self:
+        """Returns this store, which serves several threads.
+
+        Torch keeps only the C++ half of a store. Another object would lose its Python half at once.
+        """
+        return self
+
     # The names under which torch calls these methods from C++.
     deleteKey, getNumKeys = delete_key, num_keys
 
@@ -79,8 +86,15 @@ def _to_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
+_DUMP_KEY = "exception_dump"
+"""Key by which NCCL asks other processes to write what they know about a collective that hangs. Each process checks it
+once a second, in a thread of its own, for as long as it has a process group."""
+
+
 class ReplicaStore(CoordinatorStore):
     """The store of the trainers of one replica. It ends when the trainers of the replica change.
+
+    NCCL's ``exception_dump`` stays in this process: no rpc, and no error when the epoch has ended.
 
     Waits end with ``DeadlineError`` after ``wait_limit_s``, and all calls with ``StaleEpochError`` when the trainers of
     the replica have changed.
@@ -93,13 +107,30 @@ class ReplicaStore(CoordinatorStore):
     def __init__(self, membership: Membership, replica_epoch: int) -> None:
         super().__init__()
         self._membership, self._replica_epoch = membership, replica_epoch
+        self._dumps: dict[str, bytes] = {}
+        """Values of NCCL's keys for dumps."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Sets the value of a key."""
+        if key.endswith(_DUMP_KEY):
+            self._dumps[key] = _to_bytes(value)
+        else:
+            super().set(key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all keys have values."""
+        others = [key for key in keys if not key.endswith(_DUMP_KEY)]
+        has_dumps = all(key in self._dumps for key in keys if key.endswith(_DUMP_KEY))
+        return has_dumps and (not others or super().check(others))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Waits until all keys have values, and returns them."""
+        others = [key for key in keys if key not in self._dumps]
+        found = dict(zip(others, super().multi_get(others), strict=True)) if others else {}
+        return [found[key] if key in found else self._dumps[key] for key in keys]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Has no effect: all waits end after ``wait_limit_s``."""
-
-    def clone(self) -> ReplicaStore:
-        """Returns a store with the same contents."""
-        return self
 
     def _call(self, rpc_name: str, request: Any) -> Any:
         self._address(request)

@@ -76,10 +76,6 @@ class TorchrunStore(CoordinatorStore):
         answer = self._call("StoreGet", coordinator_pb2.StoreGetRequest(keys=[key]))
         return answer.values[0] if answer.found else None
 
-    def clone(self) -> TorchrunStore:
-        """Returns a store with the same contents."""
-        return TorchrunStore(self._client, self._rendezvous)
-
     def _call(self, rpc_name: str, request: Any) -> Any:
         request.rendezvous, request.context.request_id = self._rendezvous, uuid.uuid4().hex
         try:

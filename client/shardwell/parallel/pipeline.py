@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from shardwell.grid.replica import first_line, is_lost_peer
+from shardwell.grid.process_group import first_line, is_lost_peer
 from shardwell.membership.membership import START_AGAIN
 from shardwell.module.fully_shard import Accumulation
 from shardwell.monitor.step_times import StepPart

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.find_credentials import find_credentials
 from shardwell.grid import replica
-from shardwell.grid.replica import ReplicaGroup, import_first_uses, is_lost_peer
+from shardwell.grid.process_group import is_lost_peer
+from shardwell.grid.replica import ReplicaGroup, import_first_uses
 from shardwell.membership.membership import Membership
 from shardwell.memory.buffers import share_heaps
 from shardwell.module import guards, torch_patches
@@ -441,7 +442,7 @@ class Session:
         """
         return replica.device_mesh(self._membership, self.step, host=self.config.host, device_type=device_type)
 
-    def replica_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+    def replica_mesh(self, device_type: str = "cpu", *, backend: str | None = None) -> DeviceMesh:
         """Returns a mesh of this trainer's replica, with the axes ``tp`` and ``pp`` of tensor and pipeline parallelism.
 
         Creates the default process group of ``torch.distributed``, which spans the trainers of one replica: no group
@@ -450,14 +451,17 @@ class Session:
         ``run_replica`` calls the function that builds the modules again.
 
         Args:
-            device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
+            device_type: Device type of the mesh.
+            backend: Backend of the process group, such as ``gloo`` for trainers that share one GPU in tests. Default:
+                ``nccl`` for ``cuda``, otherwise ``gloo``.
 
         Raises:
-            UsageError: This trainer plays no logical rank or several, or a default process group exists.
+            UsageError: This trainer plays no logical rank or several, a default process group exists, or the backend
+                does not serve the device type.
             DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
         """
         while True:
-            epoch, mesh = self._replica.epoch, self._replica.mesh(device_type)
+            epoch, mesh = self._replica.epoch, self._replica.mesh(device_type, backend)
             if self._replica.epoch == epoch:
                 return mesh
             self.in_flight.rejoining.refresh()
@@ -500,7 +504,7 @@ class Session:
     def _start_over(self) -> None:
         """Joins the run again and drops the former model."""
         self._end_training()
-        self._replica.close()
+        self._replica.close(lost=True)
         self.in_flight.rejoining.start_over(self._replica.epoch)
         self._start_training()
         gc.collect()  # releases the former model, whose objects refer to each other

@@ -95,8 +95,12 @@ class WorkItems:
         """Ends the current item: sends its remaining gradients and, for rank 0, its buffers.
 
         Drops them if the item's attempt is over.
+
+        Raises:
+            ReplicaLostError: Another trainer of the replica was lost, and this trainer's results are undefined.
         """
         current = self._state.current
+        self._training.replica.require_results()
         if current is not None and self._state.in_batches and (current.is_over or self._membership.lapsed):
             self._units.zero_grad()
             self._store.gradients.abandon_sums()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwell.grid.replica import end_connections, open_connections
+from shardwell.grid.process_group import end_connections, open_connections
 from shardwell.membership.membership import Membership, ReplicaEpoch
 from shardwell.options import JoinConfig
 from shardwell.step.step_commit import StepCommitter
