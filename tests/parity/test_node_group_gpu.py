@@ -18,7 +18,7 @@ def arrival_of(values: torch.Tensor) -> tuple[Arrival, torch.Tensor]:
     """Returns an ``Arrival`` that copies the values to device memory, and the memory."""
     target = torch.zeros(SIZE, dtype=torch.uint8, device="cuda")
     arrival = Arrival(target)
-    arrival.staging.copy_(values)
+    arrival.receive_buffer().copy_(values)
     return arrival, target
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from shardwell.data_plane.batches import MAX_STREAM_BYTES, FetchBatches
+from shardwell.data_plane.fetch_targets import CopyToDevice
 from shardwell.data_plane.shard import RemoteShard, RemoteUnit, ShardFetch, fetch_together
 from shardwell.data_plane.transfers import DaemonThreads, TrafficStats, TransferQueue, uninterrupted
 from shardwell.transport.base import NearlyDone
@@ -162,6 +163,25 @@ class Fetches:
             assert not exact
             self.stats.gathered_bytes += layout.size_bytes
             fetches = [shard.prepare_fetch_cast(version, layout, target) for shard in unit.shards]
+        return self._fetch_shards(unit, fetches, alternative)
+
+    def gather_to_device(
+        self, unit: RemoteUnit, version: int, copy: CopyToDevice, alternative: Alternative | None = None
+    ) -> Future[int]:
+        """Starts to copy all shards of a unit from registered memory to a GPU.
+
+        Args:
+            unit: The unit. ``is_registered`` is true for all its shards.
+            version: The version to copy.
+            copy: Copies the part of one shard.
+            alternative: See ``Alternative``.
+
+        Returns:
+            A future that is done when the GPU has the version.
+        """
+        self.stats.gather_count += 1
+        self.stats.gathered_bytes += unit.layout.size_bytes
+        fetches = [shard.prepare_fetch_to_device(version, copy) for shard in unit.shards]
         return self._fetch_shards(unit, fetches, alternative)
 
     def run(self, action: Callable[[], int]) -> Future[int]:

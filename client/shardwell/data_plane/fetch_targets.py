@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -138,6 +138,37 @@ class CastTarget:
 
     def _outs(self) -> list[torch.Tensor]:
         return views(self.plans, self.layout, self.memory, 0)
+
+
+CopyToDevice = Callable[[int, torch.Tensor], None]
+"""Copies a part of a unit's flat vector, as it is stored, to a GPU, and waits for the copy: ``(start_bytes, part)``.
+
+The part may be in memory that is registered with CUDA. uint8. [part_bytes]
+"""
+
+
+@dataclass(slots=True, eq=False)
+class DeviceTarget:
+    """A shard's range of a vector on a GPU, which casts the stored values itself. A ``FetchTarget``."""
+
+    start_bytes: int
+    stop_bytes: int
+    copy: CopyToDevice
+    buffers: BufferPool
+    wire_dtype = AS_STORED
+    kept = None
+
+    def incoming(self) -> AbstractContextManager[Incoming]:
+        # The shard has moved out of this process's memory since the fetch was prepared.
+        return receiving(self.stop_bytes - self.start_bytes, self.deliver_stored, self.buffers)
+
+    def deliver_stored(self, memory: memoryview) -> None:
+        """Copies values in the stored dtypes, laid out like the shard."""
+        self.copy(self.start_bytes, bytes_tensor(memory))
+
+    def copy_from(self, window: SharedVector) -> None:
+        source = window.registered
+        self.copy(self.start_bytes, window.bytes if source is None else source)
 
 
 def views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_bytes: int) -> list[torch.Tensor]:

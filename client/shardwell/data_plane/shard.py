@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
-from shardwell.data_plane.fetch_targets import CastTarget, RangeTarget
+from shardwell.data_plane.fetch_targets import CastTarget, CopyToDevice, DeviceTarget, RangeTarget
 from shardwell.data_plane.gradient_parts import EncodedPart, FlatGradients, VectorPart
 from shardwell.data_plane.host_copy import HostCopy
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
@@ -110,13 +110,13 @@ class ShardFetch(ShardRead):
 
     __slots__ = ("_member", "end", "remote", "size_bytes")
 
-    target: RangeTarget | CastTarget
+    target: RangeTarget | CastTarget | DeviceTarget
 
     def __init__(
         self,
         remote: RemoteShard,
         version: int | None,
-        target: RangeTarget | CastTarget,
+        target: RangeTarget | CastTarget | DeviceTarget,
         *,
         average: bool = False,
         member: bool = True,
@@ -499,7 +499,25 @@ class RemoteShard:
         cast = CastTarget(self.address, self._plans, wire.gather_dtype, wire.encoded, layout, target, self._kept)
         return ShardFetch(self, version, cast)
 
-    def read_cached(self, version: int, target: RangeTarget | CastTarget) -> int:
+    @property
+    def is_registered(self) -> bool:
+        """Whether a GPU can copy the stored values from the server's memory. Registers it with CUDA at first."""
+        if self._wire.gather_dtype != AS_STORED or self.cached is not None:
+            return False
+        window = self.address.window
+        return self.start_bytes == self.stop_bytes or (window is not None and window.registered is not None)
+
+    def prepare_fetch_to_device(self, version: int, copy: CopyToDevice) -> ShardFetch:
+        """Returns a fetch to a GPU, from registered memory. Waits for the version, and for the copy.
+
+        Args:
+            version: The version.
+            copy: Copies the shard's part.
+        """
+        target = DeviceTarget(self.start_bytes, self.stop_bytes, copy, self._wire.encoded)
+        return ShardFetch(self, version, target)
+
+    def read_cached(self, version: int, target: RangeTarget | CastTarget | DeviceTarget) -> int:
         """Reads a version from the copy on this host, in which it is fetched if it is missing; returns the version."""
         copy = self.cached
         assert copy is not None

@@ -9,6 +9,8 @@ Note: [Swapped storages]
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from shardwell.memory.buffers import VectorMemory, nan_storage
@@ -98,16 +100,63 @@ class FlatVector:
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(self.storage, start // spec.item_size, spec.shape, strides)
 
-    def receive_buffer(self) -> memoryview:
-        """Returns host memory for the vector's bytes; ``receive`` completes the vector from there. [size_bytes]"""
+    def expect(self) -> None:
+        """Prepares the vector on a GPU for a transfer. Called by the thread that computes, before the other methods."""
+        self._arrival = Arrival(self._bytes())
+
+    def receive_buffer(self, layout: UnitLayout | None = None) -> memoryview:
+        """Returns host memory for the vector's bytes; ``receive`` completes the vector from there.
+
+        Args:
+            layout: The same parameters in the dtypes in which a GPU's vector is received: the GPU casts them. None: the
+                dtypes of the vector.
+
+        Returns:
+            [layout.size_bytes]
+        """
+        if (arrival := self._arrival) is not None:
+            layout = layout or self._layout
+            place = None if layout == self._layout else partial(self._cast, layout, 0)
+            staging = arrival.receive_buffer(layout.size_bytes, place)
+            return memory_at(staging.data_ptr(), layout.size_bytes, staging)
         if self._device.type == "cpu":
             return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
-        if self._device.type == "cuda":
-            self._arrival = Arrival(self._bytes())
-            self._staging = self._arrival.staging
-        else:
-            self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
+        self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
         return memory_at(self._staging.data_ptr(), self._layout.size_bytes)
+
+    def copy_from(self, layout: UnitLayout, start_bytes: int, source: torch.Tensor) -> None:
+        """Copies a part of the vector to a GPU from registered memory, and waits for the copy. Called from any thread.
+
+        Args:
+            layout: The same parameters in the dtypes of the memory.
+            start_bytes: Start of the part in that layout.
+            source: The part. uint8. [part_bytes]
+        """
+        arrival = self._arrival
+        assert arrival is not None
+        if layout == self._layout:
+            target = self._bytes()[start_bytes : start_bytes + source.numel()]
+            arrival.copy(source, lambda source: target.copy_(source, non_blocking=True))
+        else:
+            on_device = partial(torch.Tensor.to, device=self._device, non_blocking=True)
+            arrival.copy(source, lambda source: self._cast(layout, start_bytes, on_device(source)))
+
+    def _cast(self, layout: UnitLayout, start_bytes: int, received: torch.Tensor) -> None:
+        """Casts a part of the same parameters in other dtypes to the vector. On a GPU, only enqueues the work.
+
+        Args:
+            layout: The parameters in the other dtypes.
+            start_bytes: Start of the part in that layout.
+            received: The part, on the device of the vector. uint8. [part_bytes]
+        """
+        whole = self._bytes()
+        for at in layout.segments(start_bytes, start_bytes + received.numel()):
+            index, dtype = at.parameter_index, self._layout.parameters[at.parameter_index].dtype
+            size, start = self._layout.parameters[index].item_size, self._layout.starts[index]
+            target = whole[start + at.start_element * size : start + at.stop_element * size]
+            source = received[at.start_bytes - start_bytes : at.stop_bytes - start_bytes]
+            source = source.view(getattr(torch, layout.parameters[index].dtype))
+            target.view(getattr(torch, dtype)).copy_(source)
 
     def received(self) -> None:
         """Starts the copy to a GPU, once the receive buffer is complete. Called from any thread."""

@@ -123,7 +123,7 @@ class ParameterStore(Protocol):
     def gather(
         self,
         unit_index: int,
-        target: memoryview,
+        target: memoryview | None,
         *,
         exact: bool = False,
         layout: UnitLayout | None = None,
@@ -134,7 +134,8 @@ class ParameterStore(Protocol):
         Args:
             unit_index: The unit.
             target: Receives the flat vector, padding included. The caller keeps the memory alive and unmoved until
-                the future is done. [layout.size_bytes]
+                the future is done. None: ``vector`` is on a GPU, and gets the bytes by ``FlatVector.copy_from``, or in
+                a receive buffer that the store asks for. [layout.size_bytes]
             exact: Deliver the stored values, also if the trainer otherwise computes with rounded values.
             layout: The unit's parameters in the dtypes to deliver, if these differ from the stored dtypes. The gaps
                 in ``target`` are then undefined.

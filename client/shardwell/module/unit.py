@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwell.memory.buffers import VectorMemory, trim
+from shardwell.memory.device_copies import is_gpu
 from shardwell.module.flat_vector import FlatVector
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision, local_part
 from shardwell.module.parameter_store import FlatValues, InPlaceVector, NewValues, ParameterStore
@@ -81,6 +82,7 @@ class Unit(ResidentUnit):
         self._device = self.parameters[0].device
         self.device_type = self._device.type
         """The device that the unit computes on."""
+        self._on_gpu = is_gpu(self._device)
         self._flat = FlatVector(self.precision.layout, self._device, memory)
         self.storage = self._flat.storage
         """The flat vector's memory; while freed it is empty or reads as NaN."""
@@ -133,7 +135,7 @@ class Unit(ResidentUnit):
 
     def _read_in_place(self, unit_index: int) -> None:
         """Moves the flat vector of a freed unit to the store's memory, if this process can read the memory."""
-        can_read = self.device_type == "cpu" and not self.precision.casts
+        can_read = self.device_type == "cpu" and not self._on_gpu and not self.precision.casts
         shared = self._store.in_place(unit_index) if can_read else None
         if shared is None or self.shared is not None:
             return
@@ -189,10 +191,14 @@ class Unit(ResidentUnit):
             if self.shared is not None:
                 self._await_version = self._store.await_version(self.index)
             else:
-                self.in_flight = self._store.gather(
-                    self.index, self._flat.receive_buffer(), layout=self.precision.layout, vector=self._flat
-                )
-                if self.device_type == "cuda":
+                flat = self._flat
+                buffer = None
+                if self._on_gpu:
+                    flat.expect()
+                else:
+                    buffer = flat.receive_buffer()
+                self.in_flight = self._store.gather(self.index, buffer, layout=self.precision.layout, vector=flat)
+                if self._on_gpu:
                     # The thread that fetched the unit starts the copy to the GPU, so the training thread does not wait
                     # for the bytes.
                     self.in_flight.add_done_callback(self._begin_device_copy)

@@ -224,7 +224,7 @@ class DryRun:
             self.cached.add(index)
         return index
 
-    def gather(self, unit_index: int, target: memoryview, **_: object) -> Future[int]:
+    def gather(self, unit_index: int, target: memoryview | None, **_: object) -> Future[int]:
         self.gathers[unit_index] += 1
         live_bytes = self._memory.live_bytes
         self.weights_bytes = max(self.weights_bytes, live_bytes)

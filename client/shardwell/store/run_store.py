@@ -252,7 +252,7 @@ class RunStore:
     def gather(
         self,
         unit_index: int,
-        target: memoryview,
+        target: memoryview | None,
         *,
         exact: bool = False,
         layout: UnitLayout | None = None,
@@ -263,18 +263,22 @@ class RunStore:
             self._membership.check()
         current = self._state.current
         if self._membership.lapsed or (current is not None and current.is_over):
-            return self._gather_newest(unit_index, target, exact=exact, layout=layout)
+            return self._gather_newest(unit_index, _buffer(target, vector), exact=exact, layout=layout)
         version = self._state.number
 
         def alternative(error: BaseException) -> Future[int] | None:
             if isinstance(error, VersionGoneError | StaleEpochError) and self._loses_version():
-                return self._gather_newest(unit_index, target, exact=exact, layout=layout)
+                return self._gather_newest(unit_index, _buffer(target, vector), exact=exact, layout=layout)
             return None
 
         def start(alternative: Alternative | None) -> Future[int]:
             unit = self._units[unit_index]
             if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
-                return self._node.gather(unit, version, target, layout or unit.layout, vector, alternative)
+                buffer = _buffer(target, vector)
+                return self._node.gather(unit, version, buffer, layout or unit.layout, vector, alternative)
+            if target is None:
+                assert vector is not None
+                return self._gather_to_device(unit, version, vector, layout, alternative)
             return self._fetches.gather(unit, version, target, layout, exact=exact, alternative=alternative)
 
         if not self._state.asynchronous:
@@ -286,6 +290,21 @@ class RunStore:
             return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
 
         return start(again)
+
+    def _gather_to_device(
+        self,
+        unit: RemoteUnit,
+        version: int,
+        vector: FlatVector,
+        layout: UnitLayout | None,
+        alternative: Alternative | None,
+    ) -> Future[int]:
+        """Starts to fetch a unit to a GPU: from registered memory if possible, otherwise through a receive buffer."""
+        if all(shard.is_registered for shard in unit.shards):
+            return self._fetches.gather_to_device(unit, version, partial(vector.copy_from, unit.layout), alternative)
+        if self._wire.gather_dtype == wire_dtypes.AS_STORED:  # the GPU casts
+            return self._fetches.gather(unit, version, vector.receive_buffer(unit.layout), alternative=alternative)
+        return self._fetches.gather(unit, version, vector.receive_buffer(), layout, alternative=alternative)
 
     def gather_average(self, unit_index: int, target: memoryview, version: int | None = None) -> None:
         """See ``ParameterStore.gather_average``."""
@@ -490,3 +509,11 @@ class RunStore:
         self._fetches.join(_CLOSE_LIMIT_S)
         self._background_pushes.join(_CLOSE_LIMIT_S)
         self._partition_updates.join(_CLOSE_LIMIT_S)
+
+
+def _buffer(target: memoryview | None, vector: FlatVector | None) -> memoryview:
+    """Returns the memory that a gather fills: ``target``, or else the receive buffer of a vector on a GPU."""
+    if target is not None:
+        return target
+    assert vector is not None
+    return vector.receive_buffer()

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwell.memory.device_copies import register, unregister
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING, open_in_folder, opened, write_version
 from shardwell_wire.model.layout import BLOCK_BYTES
@@ -205,7 +206,9 @@ class SharedVector:
         self.pages = PageRange(self._address, self._size_bytes)
         """The pages of the mapping."""
         self._lock = threading.Lock()
-        """Held while a segment is replaced."""
+        """Held while a segment is replaced, or registered with CUDA."""
+        self._places, self._is_registered = places, False
+        self._registered: torch.Tensor | None = None
         self._heads = {
             place.start_bytes: self._map_segment(place) for place in places if place.stop_bytes > place.start_bytes
         }
@@ -250,6 +253,19 @@ class SharedVector:
         """The version that all segments show now; None if there is no such version."""
         versions = {head[0] for head in self._present_heads()}
         return versions.pop() if len(versions) == 1 and UPDATING not in versions else None
+
+    @property
+    def registered(self) -> torch.Tensor | None:
+        """The bytes in memory that is registered with CUDA, if it can be. Not for a vector of several segments.
+
+        The memory is mapped again when it is first read: the private mapping cannot be registered, see ``register``.
+        """
+        if not self._is_registered:
+            with self._lock:
+                if not self._is_registered:
+                    (place,) = self._places
+                    self._registered, self._is_registered = _registered(place), True
+        return self._registered
 
     def _map_segment(self, place: SegmentLocation) -> memoryview:
         size_bytes = place.stop_bytes - place.start_bytes
@@ -309,6 +325,22 @@ def map_shared(descriptor: int, size_bytes: int, protection: int) -> memoryview:
         return memoryview(bytearray())  # the kernel rejects a mapping of size 0
     address = _map(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
     return memoryview(_mapped(address, size_bytes)).cast("B")
+
+
+def _registered(place: SegmentLocation) -> torch.Tensor | None:
+    """Maps a segment and registers the memory with CUDA. None: it cannot be mapped or registered."""
+    size_bytes = place.stop_bytes - place.start_bytes
+    try:
+        with opened(place.open(place.file, size_bytes=HEAD_BYTES + size_bytes)) as descriptor:
+            address = _map(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, HEAD_BYTES)
+    except OSError:  # the shard has moved
+        return None
+    memory = _mapped(address, size_bytes)
+    if not register(address, size_bytes):
+        return None
+    # Finalizers run in reverse order, so this one runs before the memory is unmapped.
+    weakref.finalize(memory, unregister, address, os.getpid()).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _mapped(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:

@@ -16,6 +16,7 @@ from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
 from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.host.shared_memory import HEAD_BYTES, UPDATING
 from shardwell_wire.model.layout import BLOCK_BYTES
+from tests.support.fake_gpu import fake_gpu
 
 
 @pytest.fixture
@@ -198,3 +199,25 @@ def test_segment_that_cannot_be_opened_raises(shared: SharedMemory) -> None:
         shards.vector()
     gc.collect()
     assert maps_of(paths) == before
+
+
+def test_registered_memory_has_the_pages_of_the_file_and_not_those_that_this_process_wrote(
+    shared: SharedMemory,
+) -> None:
+    shards = Shards(shared, 2 * BLOCK_BYTES)
+    with fake_gpu() as gpu:
+        vector = shards.vector()
+        vector.bytes[:10] = 7  # a page of this process only
+        registered = vector.registered
+        assert registered is not None
+        assert gpu.registered == {registered.data_ptr(): 2 * BLOCK_BYTES}
+        assert torch.equal(registered, numbers(0, 2 * BLOCK_BYTES))
+        shards.segments[0].buffer.fill_(9)
+        assert torch.equal(registered, torch.full((2 * BLOCK_BYTES,), 9, dtype=torch.uint8))
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        (line,) = (line for line in maps if line.startswith(f"{registered.data_ptr():x}-"))
+        assert line.split()[1] == "r--s", "CUDA gives a private mapping pages of its own"
+        assert vector.registered is registered, "registered once"
+        del registered, vector
+        gc.collect()
+        assert not gpu.registered
