@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +80,17 @@ def joined(cluster: shardwell.LocalCluster, **options: Any) -> shardwell.Session
     )
 
 
+def live_servers(cluster: shardwell.LocalCluster) -> dict[str, coordinator_pb2.ServerSummary]:
+    with closing(CoordinatorClient(cluster.address)) as client:
+        listed = client.call("ListServers", coordinator_pb2.ListServersRequest())
+    return {server.server_id: server for server in listed.servers if server.live}
+
+
 def test_relay_owns_nothing_and_is_preferred(cluster: shardwell.LocalCluster, relay: ServerProcess) -> None:
     with joined(cluster) as session:
         train(session, {})
         assert session.stats()["cache_hit_bytes"] > 0
-        client = CoordinatorClient(cluster.address)
-        try:
-            listed = client.call("ListServers", coordinator_pb2.ListServersRequest())
-        finally:
-            client.close()
-    (at,) = [server for server in listed.servers if server.server_id == "relay-0"]
+        at = live_servers(cluster)["relay-0"]
     assert (at.owns_nothing, at.live, at.primary_count, at.backup_count) == (True, True, 0, 0)
     assert at.address == relay.address
 
@@ -194,8 +195,9 @@ def test_trainers_with_different_relays_meet_again(monkeypatch: pytest.MonkeyPat
         with stopped(relay):
             assert relay_of(first) == "shard-0"
         cluster.restart_coordinator()
+        wait_until(lambda: "relay-0" in live_servers(cluster), "the preferred relay")
         second = join()
-        wait_until(lambda: relay_of(second) == "relay-0", "the preferred relay")
+        assert relay_of(second) == "relay-0"
         assert relay_of(first) == "shard-0"
         left = first.store._relay.find()
         assert left is not None
