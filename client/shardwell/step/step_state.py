@@ -470,6 +470,7 @@ class StepState:
                     pushed_units.add(unit_index)
             if follows and state.state is ItemState.FINISHED:
                 dp_ranks.add(state.item.dp_rank)
+            state.headers = None  # they refer to the item: a cycle would keep both until a garbage collection
         finished = FinishedStep(frozenset(self.items), frozenset(pushed_units), frozenset(dp_ranks))
         self.restart(number, items, position)
         return finished

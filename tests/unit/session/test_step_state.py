@@ -1,9 +1,13 @@
 """The state of the step: its phases, and the work item to which a gradient belongs."""
 
+import gc
+import weakref
+from functools import partial
+
 import pytest
 
 from shardwell.step.step_commit import StepUpdate
-from shardwell.step.step_state import FinishedStep, StepPhase, StepState
+from shardwell.step.step_state import FinishedStep, StepPhase, StepState, WorkItemState
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import common_pb2
 from shardwell_wire.v1.coordinator_pb2 import WorkItem
@@ -86,3 +90,22 @@ def test_batches_compute_own_items_and_those_of_lost_trainers() -> None:
     finished = state.items[0].to_proto()
     assert [(unit.unit_index, unit.part_count) for unit in finished.units] == [(5, 2)]
     assert finished.epoch == 7
+
+
+def test_an_item_is_released_with_its_step() -> None:
+    state = StepState(0, items(0))
+    item = state.require_current()
+    item.headers = item.make_headers(common_pb2.RequestContext(), partial(excuses, item))
+    item.headers.start_part(5, [0])
+    released = weakref.ref(item)
+    del item
+    gc.disable()  # a cycle would wait for a garbage collection
+    try:
+        state.advance(1, items(0))
+        assert released() is None
+    finally:
+        gc.enable()
+
+
+def excuses(item: WorkItemState, _: BaseException) -> bool:
+    return item.is_over
