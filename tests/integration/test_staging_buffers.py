@@ -357,12 +357,12 @@ def test_staging_buffer_released_for_its_own_state_leaves_no_memory() -> None:
     """There is memory for gradients and values, or for the state, but not for both."""
     size = 4096
     with closing(SharedMemory()) as shared:
-        memory = Memory(8 * size)
+        memory = Memory(8 * size, shared=shared)
         memory.reserve(("r", "u", 0), size, 1)
         assert memory.free_bytes == 3 * size
         layout = layout_of("u", a=((size // 4,), "float32"))
         spec = ShardSpec(run=RunIdentity("r", "id"), layout=layout, index=0, start_bytes=0, stop_bytes=size, dp=1)
-        partitions = Partitions(spec, memory, shared)
+        partitions = Partitions(spec, memory)
         memory.unreserved.evict = partitions.evict
         staging_buffer = SharedStagingBuffer("a staging buffer", partitions.bounds(0), memory, shared)
         partitions.add_staging_buffer(staging_buffer)

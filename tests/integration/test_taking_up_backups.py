@@ -118,8 +118,8 @@ def test_a_primary_can_become_a_backup(tmp_path: Path) -> None:
         pair.backup = one
         again, held = next_process(stack, tmp_path, pair, BACKUP)
         assert held.role == PRIMARY
-        assert again.server.store._shared is not None
-        (record,) = again.server.store._shared.records().values()
+        assert again.server.store.memory.shared is not None
+        (record,) = again.server.store.memory.shared.records().values()
         assert b'"role":"backup"' in record
 
 

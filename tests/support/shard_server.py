@@ -90,7 +90,7 @@ class ShardServer:
         self._threads = ThreadPoolExecutor(2)
         self.store = ShardStore(self._budget_bytes, self._threads, self._shared)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        transports = offered_transports("here", self.store, "127.0.0.1", self._shared, self._tls)
+        transports = offered_transports("here", self.store, "127.0.0.1", self._tls)
         self.sockets = transports.find(SocketTransport)
         if self._shared is not None:
             self.shm = transports.find(ShmTransport)

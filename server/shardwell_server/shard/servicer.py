@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from shardwell_server.serving.call_server import listen
 from shardwell_server.serving.rpc import Call
 from shardwell_server.shard.concurrency import first_of, uninterrupted
-from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests import (
     backups,
     client_streams,
@@ -443,20 +442,17 @@ class ShardServicer:
         self._store.requests.check_content(call.method, context, content)
 
 
-def offered_transports(
-    server_id: str, store: ShardStore, host: str, shared: SharedMemory | None, tls: Tls | None = None
-) -> ServerTransports:
+def offered_transports(server_id: str, store: ShardStore, host: str, tls: Tls | None = None) -> ServerTransports:
     """Builds every transport that a server can offer besides gRPC, which is always available.
 
     Args:
         server_id: Name of the server, for errors.
         store: The server's runs and shards.
         host: Host to listen on, without a port.
-        shared: Shared memory for trainers on this host. None: the server offers none.
         tls: Encrypts the connections of the socket transport. None: they are not encrypted.
     """
     offered = ServerTransports(server_id)
-    if shared is not None:
-        offered.add(ShmTransport(shared, store.memory))
+    if store.memory.shared is not None:
+        offered.add(ShmTransport(store.memory.shared, store.memory))
     offered.add(SocketTransport(store, listen(host), offered, tls))
     return offered

@@ -17,6 +17,7 @@ import torch
 
 from shardwell_server.shard.concurrency import in_thread
 from shardwell_server.shard.memory.buffer_reuse import BufferPool, Sending, UnreservedMemory
+from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_wire.errors import CapacityError
 
 _SENDING_SHARE, _MAX_SENDING_BYTES = 1 / 16, 256 << 20
@@ -176,10 +177,13 @@ class Memory:
     Args:
         budget_bytes: Limit for everything together.
         threads: Pool for tensor work. None: the event loop's own threads.
+        shared: Shared memory for what trainers on this host may map. None: they map nothing.
     """
 
-    def __init__(self, budget_bytes: int, threads: ThreadPoolExecutor | None = None) -> None:
-        self.budget_bytes, self.threads = budget_bytes, threads
+    def __init__(
+        self, budget_bytes: int, threads: ThreadPoolExecutor | None = None, shared: SharedMemory | None = None
+    ) -> None:
+        self.budget_bytes, self.threads, self.shared = budget_bytes, threads, shared
         self.sending = Sending(min(_MAX_SENDING_BYTES, int(budget_bytes * _SENDING_SHARE)))
         self.pool = BufferPool(budget_bytes)
         self.unreserved = UnreservedMemory()

@@ -99,14 +99,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=_SHARD_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_option(parser, "--coordinator", "address of the coordinator", required=True, metavar="HOST:PORT")
-    add_common_options(parser, listen="127.0.0.1:0")
-    add_option(
-        parser, "--id", "name of the server, stable across restarts", shown="host and process id", metavar="NAME"
-    )
+    _add_process_options(parser, "server", "shards")
     _add_memory_options(parser)
-    _add_host_option(parser)
-    add_option(parser, "--threads", "torch threads per tensor operation", 1, type=int, metavar="N")
     add_option(parser, "--processes", "number of shard servers to run, see below", 1, type=int, metavar="N")
     add_option(
         parser,
@@ -131,18 +125,7 @@ def add_relay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         epilog=_RELAY_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_option(parser, "--coordinator", "address of the coordinator", required=True, metavar="HOST:PORT")
-    add_common_options(parser, listen="127.0.0.1:0")
-    add_option(parser, "--id", "name of the relay, stable across restarts", shown="host and process id", metavar="NAME")
-    add_option(
-        parser,
-        "--memory-budget",
-        "memory for weights and gradients, such as 12GiB",
-        None,
-        shown="80%% of the memory that the process may use",
-        type=parse_size,
-        metavar="SIZE",
-    )
+    _add_process_options(parser, "relay", "weights and gradients")
     add_option(
         parser,
         "--shm-dir",
@@ -151,8 +134,6 @@ def add_relay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
         type=_directory,
         metavar="DIR",
     )
-    _add_host_option(parser)
-    add_option(parser, "--threads", "torch threads per tensor operation", 1, type=int, metavar="N")
     parser.set_defaults(
         handler=_run,
         owns_nothing=True,
@@ -165,7 +146,28 @@ def add_relay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
     )
 
 
-def _add_host_option(parser: argparse.ArgumentParser) -> None:
+def _add_process_options(parser: argparse.ArgumentParser, role: str, content: str) -> None:
+    """Adds what shard servers and relays have in common.
+
+    Args:
+        parser: The parser of a command.
+        role: What the process is.
+        content: What its memory is for.
+    """
+    add_option(parser, "--coordinator", "address of the coordinator", required=True, metavar="HOST:PORT")
+    add_common_options(parser, listen="127.0.0.1:0")
+    what = f"name of the {role}, stable across restarts"
+    add_option(parser, "--id", what, shown="host and process id", metavar="NAME")
+    add_option(
+        parser,
+        "--memory-budget",
+        f"memory for {content}, such as 12GiB",
+        None,
+        shown="80%% of the memory that the process may use",
+        type=parse_size,
+        metavar="SIZE",
+    )
+    add_option(parser, "--threads", "torch threads per tensor operation", 1, type=int, metavar="N")
     add_option(
         parser,
         "--host",
@@ -176,15 +178,6 @@ def _add_host_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
-    add_option(
-        parser,
-        "--memory-budget",
-        "memory for shards, such as 12GiB",
-        None,
-        shown="80%% of the memory that the process may use",
-        type=parse_size,
-        metavar="SIZE",
-    )
     add_option(
         parser,
         "--servers-on-host",
@@ -309,7 +302,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
         offer = None if shared is None else RelayOffer(arguments.host or socket.gethostname(), arguments.owns_nothing)
         registration = Registration(arguments.coordinator, server_id, store, credentials, insecure, calls, offer)
         service = shard_pb2.DESCRIPTOR.services_by_name["ShardService"]
-        transports = offered_transports(server_id, store, endpoint.host, shared, credentials.tls)
+        transports = offered_transports(server_id, store, endpoint.host, credentials.tls)
         async with transports.serving():
             peers = GrpcPeers(credentials.of_role(Role.SERVER))
             relay = None if shared is None else Relay(store, shared, Owners(registration.list_units, peers))

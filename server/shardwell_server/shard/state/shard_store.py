@@ -73,8 +73,7 @@ class ShardStore:
         key: ClusterKey | None = None,
     ) -> None:
         self._key = key
-        self.memory = Memory(budget_bytes, threads)
-        self._shared = shared
+        self.memory = Memory(budget_bytes, threads, shared)
         self.memory.unreserved.evict = self._evict
         self.runs: dict[str, HostedRun] = {}
         """By run id. A run that was recreated under the name of a deleted run has another id."""
@@ -210,7 +209,7 @@ class ShardStore:
     def _new_shard(self, run: HostedRun, spec: ShardSpec, role: Role) -> UnitShard:
         """Reserves memory for a shard without content, and adds it to its run. Raises CapacityError."""
         files = None if self._lasting is None else ShardFiles(spec, self.memory, self._lasting, run.undo)
-        shard = new_shard(spec, self.memory, self._shared, role, files)
+        shard = new_shard(spec, self.memory, role, files)
         if spec.asynchronous:
             run.read_by_rank()
         run.add_shard(shard)
@@ -235,14 +234,14 @@ class ShardStore:
             else:
                 run.end()
                 del self.runs[run_id]
-        if self._shared is not None:
-            self._shared.remove_saved()
+        if self.memory.shared is not None:
+            self.memory.shared.remove_saved()
         self.lease.confirm()
 
     @property
     def keeps_shards(self) -> bool:
         """True if the next process of this server can take up shards that are here."""
-        return self._shared is not None and self._shared.keeps_shards
+        return self.memory.shared is not None and self.memory.shared.keeps_shards
 
     def describe_ending(self) -> str:
         """Returns which shards end with this process, and why. Empty: none do."""
@@ -250,9 +249,9 @@ class ShardStore:
         ending = [shard for shard in shards if not (self.keeps_shards and shard.is_recorded)]
         if not ending:
             return ""
-        if self._shared is None:
+        if self.memory.shared is None:
             why = "the server offers no shared memory"
-        elif not self._shared.restartable:
+        elif not self.memory.shared.restartable:
             why = "a server without --id cannot be taken up"
         elif not self.keeps_shards:
             why = "the process that would start this server again has ended"

@@ -117,7 +117,7 @@ class ShardsOfFormer:
             raise ValueError(f"{spec.what} shows version {values.shown}, expected {record.version}")
         undo = self._logs.setdefault(spec.run.run_id, UndoLog(self._memory, self._shared))
         files = ShardFiles(spec, self._memory, self._shared, undo)
-        shard = new_shard(spec, self._memory, self._shared, record.role, files)
+        shard = new_shard(spec, self._memory, record.role, files)
         shard.backups.placement = record.relocation
         try:
             self._restore(shard, files, name, record, values)

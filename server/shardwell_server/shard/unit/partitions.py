@@ -74,10 +74,9 @@ class Partitions:
     Args:
         spec: The shard.
         memory: The server's memory budget.
-        shared: Shared memory for state that trainers on this host map. None: the server offers none.
     """
 
-    def __init__(self, spec: ShardSpec, memory: Memory, shared: SharedMemory | None) -> None:
+    def __init__(self, spec: ShardSpec, memory: Memory) -> None:
         self.generation = 0
         """Rises when the gradient changes. Values are staged for one generation."""
         self.stage_count = 0
@@ -86,7 +85,7 @@ class Partitions:
         """Optimizer state of the newest version, by dp rank."""
         self._spec, self._what, self._dp = spec, spec.what, spec.dp
         self._staged: dict[int, StagedPartition] = {}
-        self._memory, self._shared = memory, shared
+        self._memory = memory
         self._staging_buffers: set[SharedStagingBuffer] = set()
 
     @property
@@ -208,9 +207,9 @@ class Partitions:
         """Allocates memory for state that a trainer is about to send, in shared memory if ``share`` is True and
         possible."""
         _, size_bytes = state_places(tensors)
-        if share and self._shared is not None and size_bytes:
+        if share and self._memory.shared is not None and size_bytes:
             try:
-                shared = self._shared.create_sealed(size_bytes, f"state of {self._what}")
+                shared = self._memory.shared.create_sealed(size_bytes, f"state of {self._what}")
                 return PartitionState(tensors, shared.tensor, shared, request_id=request_id)
             except CapacityError:
                 pass  # SharedMemory logs the reason; ordinary memory works too

@@ -26,7 +26,7 @@ from shardwell_server.shard.arithmetic.shard_optimizer import (
 from shardwell_server.shard.arithmetic.update_pieces import Clipping
 from shardwell_server.shard.concurrency import OpenStreams
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
-from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
+from shardwell_server.shard.memory.mapped_memory import ShardFile
 from shardwell_server.shard.restart.shard_files import RecordedState, ShardFiles
 from shardwell_server.shard.restart.shard_record import PreparedRecord
 from shardwell_server.shard.restart.undo import ChangedRange, locate, mapped, place_of
@@ -98,7 +98,6 @@ class UnitShard:
     Args:
         spec: Run, unit and range of the shard.
         memory: The server's memory budget.
-        shared: Shared memory for the parameters, if trainers on this host may map them.
         role: What the server does with the shard.
         files: Files from which another process of the server can take up the shard. None: nothing outlives the process.
     """
@@ -107,7 +106,6 @@ class UnitShard:
         self,
         spec: ShardSpec,
         memory: Memory,
-        shared: SharedMemory | None = None,
         role: Role = Role.PRIMARY,
         files: ShardFiles | None = None,
     ) -> None:
@@ -118,7 +116,7 @@ class UnitShard:
         parts = Segments(spec)
         self.plans, self.segments, self.segment_of = parts.plans, parts.segments, parts.segment_of
         self.numbers_of, self.views = parts.numbers_of, parts.views
-        self.partitions = Partitions(spec, memory, shared)
+        self.partitions = Partitions(spec, memory)
         self.gradient = (PushedBuffers if spec.layout.holds_buffers else StepGradient)(
             spec, parts, memory, self.partitions, files
         )
@@ -133,7 +131,7 @@ class UnitShard:
         """True if trainers ran the optimizer of the last update."""
         self.out_of_sync = ""
         """Why this shard, a backup, can never become a primary. Empty: it can."""
-        self.values = Values(self.what, self.unit, memory, shared, spec.held_versions)
+        self.values = Values(self.what, self.unit, memory, spec.held_versions)
         self.streams = OpenStreams()
         """Streams being received: initial values, contributions by rank, and optimizer partitions."""
         self.optimizer: ShardOptimizer | None = None
@@ -583,15 +581,13 @@ class BufferShard(UnitShard):
             self._files.save(self._state(self.version + 1))
 
 
-def new_shard(
-    spec: ShardSpec, memory: Memory, shared: SharedMemory | None, role: Role, files: ShardFiles | None
-) -> UnitShard:
+def new_shard(spec: ShardSpec, memory: Memory, role: Role, files: ShardFiles | None) -> UnitShard:
     """Returns a shard without content, and reserves its memory. Arguments as in ``UnitShard``.
 
     Raises:
         CapacityError: The shard does not fit the memory budget.
     """
-    shard = (BufferShard if spec.layout.holds_buffers else UnitShard)(spec, memory, shared, role, files)
+    shard = (BufferShard if spec.layout.holds_buffers else UnitShard)(spec, memory, role, files)
     memory.reserve(
         spec.memory_key,
         spec.size_bytes,

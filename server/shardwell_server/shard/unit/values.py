@@ -35,12 +35,11 @@ class Values:
     Args:
         what: Names the shard in errors.
         unit: Name of the unit, for errors.
-        memory: Memory for snapshots.
-        shared: Shared memory for the values, if trainers on this host may map them.
+        memory: Memory for values and snapshots.
         held_count: Number of older versions that the shard's reservation covers.
     """
 
-    def __init__(self, what: str, unit: str, memory: Memory, shared: SharedMemory | None, held_count: int = 0) -> None:
+    def __init__(self, what: str, unit: str, memory: Memory, held_count: int = 0) -> None:
         self.version: int | None = None
         """The newest published version."""
         self.changed_version = 0
@@ -50,7 +49,7 @@ class Values:
         self.initial_epoch = -1
         """Epoch under which the unpublished initial values were received."""
         self._what, self._unit = what, unit
-        self._memory, self._shared = memory, shared
+        self._memory = memory
         self._snapshots = Snapshots(what, unit, memory)
         """Older versions with readers."""
         self.held = HeldVersions(what, unit, memory, held_count, self._snapshots)
@@ -177,7 +176,7 @@ class Values:
         assert self.version is None
         if self.live is not None:
             self.live.close()
-        self.live = LiveBuffer(received, self._shared, self._what)
+        self.live = LiveBuffer(received, self._memory.shared, self._what)
         self.current, self.initial_epoch = VersionBytes(self.live.buffer, version=0), epoch
 
     def publish(self, epoch: int) -> int:
