@@ -1,8 +1,9 @@
 """``python -m tests.chaos``: trains under faults, and reports goodput, recovery times and the hash of the weights.
 
-The run trains dp=2 with three trainers (one is a spare) on three shard servers, and on two more of one command. Faults
-are injected one after the other, sometimes two at once. Whatever ends is started again. At the end the weights are
-compared with plain PyTorch's, bit for bit.
+The run trains dp=2 with three trainers (one is a spare) on three shard servers, and on two more of one command.
+Trainers that do not use the servers' shared memory read weights through a relay. With ``--reduction hierarchical`` no
+trainer uses that memory, and the relay also adds their gradients. Faults are injected one after the other, sometimes
+two at once. Whatever ends is started again. At the end the weights are compared with plain PyTorch's, bit for bit.
 
 Goodput: the steps committed under faults, times the duration of a step without faults, divided by the time under
 faults. The duration without faults is measured in the same run, in blocks of steps before the first fault, after every
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.cluster import ChaosCluster, Network
 from tests.chaos.faults import Faults
@@ -218,20 +220,27 @@ def main() -> int:
     parser.add_argument("--batch-s", type=float, default=0.05, help="seconds that each batch sleeps")
     parser.add_argument("--warm-up", type=int, default=100, help="steps of each block without faults")
     parser.add_argument("--backups", type=int, default=1, help="copies of every shard on other servers")
+    parser.add_argument(
+        "--reduction", default="direct", choices=("direct", "hierarchical"), help="gradient_reduction of the trainers"
+    )
     parser.add_argument("--no-namespace", action="store_true", help="no network namespace and no firewall rules")
     parser.add_argument("--logs", type=Path, help="folder for logs, kept (default: temporary, kept after a failure)")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="shardwell-chaos-", dir=options.logs))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves no process and no firewall rule behind
     network = Network() if Network.is_available() and not options.no_namespace else None
+    join: dict[str, Any] = {"host_cache_bytes": 1 << 30, "gradient_reduction": options.reduction}
+    trainers = TRAINERS
+    if options.reduction != "direct":  # gradients in memory of a server are not added first
+        trainers = {name: transports.removeprefix("shm,") for name, transports in TRAINERS.items()}
     cluster = ChaosCluster(
         folder,
-        TRAINERS,
+        trainers,
         num_shards=3,
         dp=DP,
         lease_s=options.lease_s,
         batch_s=options.batch_s,
-        join={"backups": options.backups} if options.backups else {},
+        join=join | ({"backups": options.backups} if options.backups else {}),
         network=network,
     )
     succeeded = False

@@ -90,7 +90,7 @@ class Network:
 
 
 class ChaosCluster:
-    """A coordinator, shard servers and trainers. Trainers and servers that end are started again.
+    """A coordinator, shard servers, a relay and trainers. Trainers and servers that end are started again.
 
     Args:
         folder: Folder for logs and the times of commits.
@@ -134,6 +134,7 @@ class ChaosCluster:
             with _listening_on(self.network):
                 stack.enter_context(self.servers)
                 self._start_group(stack)
+                self._start_relay(stack)
             stack.callback(self._end_trainers)
             self._stack = stack.pop_all()
         return self
@@ -184,6 +185,15 @@ class ChaosCluster:
         group.wait_ready(time.monotonic() + 60.0)
         self._group = group
 
+    def _start_relay(self, stack: ExitStack) -> None:
+        """Starts a relay for the trainers, beside the shard servers, which relay for them meanwhile if it dies."""
+        options = ["--id", "relay", "--coordinator", self.servers.address, "--exit-with-parent", "--token-file"]
+        command = ["relay", *local_cluster._LISTEN, *options, self.servers.token_file]
+        self.relay = ServerProcess("relay", command, self.folder / "relay.log")
+        stack.callback(self.relay.stop, 60.0)
+        self.relay.wait_ready(time.monotonic() + 60.0)
+        self.relay.keep_running(60.0)
+
     def group_pids(self) -> list[int]:
         """Returns the process ids of the servers that one command runs."""
         with suppress(psutil.Error):
@@ -214,7 +224,11 @@ class ChaosCluster:
         """Returns the process ids of everything that runs."""
         return [
             *(trainer.pid for trainer in self.trainers.values() if trainer.alive),
-            *(server.pid for server in (self.servers.coordinator, *self.servers.shards) if server.exit_code is None),
+            *(
+                server.pid
+                for server in (self.servers.coordinator, *self.servers.shards, self.relay)
+                if server.exit_code is None
+            ),
             *self.group_pids(),
         ]
 

@@ -42,6 +42,8 @@ class Faults:
             "kill all shard servers": self._kill_servers,
             "terminate all shard servers": self._terminate_servers,
             "kill one of several processes": self._kill_child,
+            "kill relay": self._kill_relay,
+            "stop relay": self._stop_relay,
         }
         if self._cluster.network is not None:
             kinds["close connections"] = self._close_connections
@@ -165,6 +167,16 @@ class Faults:
             return None
         signal_process(pid := self._rng.choice(pids), signal.SIGKILL)
         return self._fault("kill one of several processes", f"process {pid}")
+
+    def _kill_relay(self) -> InjectedFault | None:
+        relay = self._cluster.relay
+        if relay.pid in self._stopped or relay.exit_code is not None:
+            return None
+        signal_process(relay.pid, signal.SIGKILL)
+        return self._fault("kill relay", "relay")
+
+    def _stop_relay(self) -> InjectedFault | None:
+        return self._stop("stop relay", "relay", self._cluster.relay.pid, blocks=True)
 
     # ---- the network ----
 

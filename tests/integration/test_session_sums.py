@@ -176,9 +176,7 @@ def test_adaptive_adds_among_trainers_where_a_relay_is_missing(
     assert total(together, "direct_count") == 0
 
 
-def test_trainers_with_different_relays_get_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trainers_with_different_relays_get_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay keeps what it has of a run apart by rollbacks, as two relays would."""
     open_relay = HostRelay._open
 
@@ -192,7 +190,6 @@ def test_trainers_with_different_relays_get_the_same_bits(
     assert apart.run() == Training(reduction="direct").run()
     assert total(apart, "node_summed_bytes") == total(apart, "hierarchical_count") == 0
     assert total(apart, "direct_pushed_bytes") == 2 * STEPS * gradient_bytes()
-    assert "did not push their gradients through this relay in 3 consecutive steps" in caplog.text
 
 
 def test_several_optimizers_are_refused() -> None:

@@ -23,6 +23,10 @@ from tests.integration.test_shard_process import ready_address, server_process
 from tests.integration.test_tokens import terminal
 from tests.support.certificates import TestAuthority, replace_files
 from tests.support.cluster import build_model, small_run, wait_until
+from tests.support.processes import TrainerProcess
+from tests.support.rank_runs import gradient_bytes
+from tests.support.reference import undisturbed_sha256
+from tests.support.relay import relay_process
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +198,75 @@ def test_servers_reject_incomplete_options(
 ) -> None:
     assert server_command(["coordinator", "--listen", "127.0.0.1:0", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+# Relays.
+
+
+RELAYED = {
+    "SHARDWELL_TRANSPORTS": "socket,grpc",  # as if the servers were on another host
+    "SHARDWELL_HOST_CACHE_BYTES": str(1 << 30),
+    "SHARDWELL_GRADIENT_REDUCTION": "hierarchical",
+}
+
+
+def test_relay_serves_trainers_with_tokens_of_their_run(
+    authority: TestAuthority,
+    encrypted: shardwell.LocalCluster,
+    run_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trainers have neither the cluster's key nor a certificate."""
+    command = ("token", "--role", "trainer", "--run", run_name, "--address", encrypted.address)
+    made = terminal(*command, SHARDWELL_TOKEN_FILE=encrypted.token_file, SHARDWELL_TLS_CA=authority.path("ca"))
+    assert made.returncode == 0, made.stderr
+    given = {"SHARDWELL_TOKEN": made.stdout.strip(), "SHARDWELL_TLS_CA": authority.path("ca")}
+    for name, value in (RELAYED | given).items():
+        monkeypatch.setenv(name, value)
+    options, results = ("--dp", 2, "--steps", 3, "--global-rank"), list[dict[str, Any]]()
+    with (
+        relay_process(encrypted, tmp_path, *authority.server_arguments()),
+        TrainerProcess(encrypted.address, run_name, *options, 1) as second,
+        TrainerProcess(encrypted.address, run_name, *options, 0) as first,
+    ):
+        results += [first.finish(), second.finish()]
+    assert [result.get("sha256") for result in results] == [undisturbed_sha256(dp=2, steps=3)] * 2, results
+    assert sum(result["stats"]["node_summed_bytes"] for result in results) == 3 * gradient_bytes()
+    assert sum(result["stats"]["cache_hit_bytes"] for result in results) > 0
+
+
+LAUNCHED = """
+import torch, shardwell
+with shardwell.join() as session:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    shardwell.fully_shard(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+    for step in session.steps(3):
+        for x in step.batches(lambda step, dp_rank: torch.full((2, 64), float(dp_rank))):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = session.stats()
+    print("used:", session.store._relay.find().server_id, stats["node_summed_bytes"], stats["cache_hit_bytes"] > 0)
+"""
+
+
+def test_launched_relay_uses_tls(authority: TestAuthority, run_name: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+    with shardwell.LocalCluster(1, tls=authority.server()) as cluster:
+        given = ("--coordinator", cluster.address, "--relay", "--run", run_name, "--log-dir", str(tmp_path))
+        secrets = {
+            "SHARDWELL_TOKEN_FILE": cluster.token_file,
+            "SHARDWELL_TLS_CA": authority.path("ca"),
+            "SHARDWELL_TLS_CERT": authority.path("server"),
+            "SHARDWELL_TLS_KEY": authority.path("server-key"),
+        }
+        done = terminal("launch", *given, str(script), **RELAYED, **secrets)
+    assert done.returncode == 0, done.stderr
+    used = [line.partition("used: ")[2].split() for line in done.stdout.splitlines() if "used: " in line]
+    assert {relay != "shard-0" for relay, _, _ in used} == {True}, done.stdout
+    assert sum(float(size) for _, size, _ in used) == 3 * 4 * (64 * 64 + 64), "each gradient crosses the network once"
+    assert "True" in [hit for _, _, hit in used]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +73,24 @@ def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: in
     assert hashes([survivor]) == [undisturbed_sha256(dp=2, steps=STEPS)]
     assert survivor["stats"]["node_summed_bytes"] > 0
     assert not warnings_of(survivor), "the relay no longer waits for the lost trainer"
+
+
+def test_spare_computes_the_work_of_a_lost_trainer(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+    """It has no rank of its own, so its gradients go to the servers."""
+    run, go_on, options = uuid.uuid4().hex, tmp_path / "go_on", ("--dp", 2, "--steps", STEPS)
+    blocked = ("--wait-in-push", 1, "--until", go_on)
+    with (
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 0, *blocked) as first,
+        TrainerProcess(cluster.address, run, *options, "--global-rank", 1) as second,
+    ):
+        first.wait_for_step(0)
+        with TrainerProcess(cluster.address, run, *options) as spare:
+            wait_until(lambda: [at.kind for at in events(cluster.address, run)].count("trainer_joined") == 3, "spare")
+            os.kill(second.pid, signal.SIGKILL)
+            go_on.touch()
+            survivors = [first.finish(), spare.finish()]
+    assert hashes(survivors) == [undisturbed_sha256(dp=2, steps=STEPS)] * 2
+    assert survivors[1]["losses"]
 
 
 def test_trainer_that_joins_again_uses_the_relay_again(cluster: shardwell.LocalCluster) -> None:

@@ -106,6 +106,27 @@ def test_servers_relay_after_a_restart_of_the_coordinator(tmp_path: Path) -> Non
             wait_until(lambda: store._relay.find() is not None, "the relay")
 
 
+def test_next_server_removes_what_a_killed_relay_left(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    memory.mkdir()
+
+    def folders() -> list[Path]:
+        return [path for path in memory.iterdir() if path.is_dir()]
+
+    options = ("--shm-dir", str(memory))
+    with relay_process(cluster, tmp_path, *options) as relay, joined(cluster) as session:
+        train(session, {})
+        (left,) = folders()
+        size_bytes = sum(path.stat().st_size for path in left.iterdir())
+        assert size_bytes > sum(unit.layout.size_bytes for unit in session.units), "the cached weights"
+        relay.kill()
+        assert left.exists()
+        with relay_process(cluster, tmp_path, *options, name="other"):
+            wait_until(lambda: left not in folders(), "the removal of the former folder")
+            assert len(folders()) == 1
+    assert not folders()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_killed_relay_changes_no_bit_and_is_used_again(
     cluster: shardwell.LocalCluster, relay: ServerProcess, dtype: str

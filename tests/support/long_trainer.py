@@ -83,8 +83,7 @@ def train(options: argparse.Namespace, join: Mapping[str, Any]) -> None:
         run=options.run,
         world=shardwell.World(dp=options.dp),
         trainer=options.trainer,
-        **join_options(transports=options.transports, wait_limit_s=120),
-        **join,
+        **join_options(transports=options.transports, wait_limit_s=120, **join),
     )
     model = transformer.build()
     for block in model.blocks:

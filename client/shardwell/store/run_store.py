@@ -416,10 +416,11 @@ class RunStore:
 
         False for work items of lost trainers, for later attempts, and where an exchange would save nothing.
         """
-        current, (rank_assignment, *_) = self._state.current, self._membership.rank_assignments
+        current, ranks = self._state.current, self._membership.rank_assignments
         return (
             current is not None
-            and current.item.global_rank == rank_assignment.coordinates.global_rank
+            and bool(ranks)  # a spare has none
+            and current.item.global_rank == ranks[0].coordinates.global_rank
             and current.item.attempt == 0
             and all(shard.is_streamed for shard in unit.shards)
         )

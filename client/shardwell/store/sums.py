@@ -685,8 +685,8 @@ class ItemSums:
             self._relay.skip(step)
 
     def _is_first_attempt(self, current: WorkItemState) -> bool:
-        (own, *_), item = self._membership.rank_assignments, current.item
-        is_own = item.global_rank == own.coordinates.global_rank
+        ranks, item = self._membership.rank_assignments, current.item  # a spare has no rank
+        is_own = bool(ranks) and item.global_rank == ranks[0].coordinates.global_rank
         return is_own and not item.attempt and not current.is_twin and self._state.in_batches
 
     def finish_item(self) -> None:

@@ -153,24 +153,45 @@ async def test_late_rank_is_not_awaited_any_more_in_the_step(monkeypatch: pytest
     assert all(answer.summed_dp_ranks == [0, 1] for answer in both)
 
 
+async def pushed_together(relaying: Relaying, step: int) -> bool:
+    both = await asyncio.gather(*(relaying.push(rank, gradients(rank), (0, 1), step=step) for rank in (0, 1)))
+    summed = {tuple(answer.summed_dp_ranks) for answer in both}
+    assert summed in ({(0, 1)}, {()})
+    return summed == {(0, 1)}
+
+
 @pytest.mark.parametrize("how", ["open", "skip"])
 async def test_rank_that_is_late_in_several_steps_is_awaited_when_it_joins_again(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(relayed_shards, "PATIENCE_S", 0.01)
     relaying = Relaying(2)
-    for step in range(relayed_shards.MAX_MISSED):
+    for rank in (0, 1):
+        relaying.sums.enter(rank)
+    assert await pushed_together(relaying, 0)
+    monkeypatch.setattr(relayed_shards, "PATIENCE_S", 0.01)
+    for step in range(1, 1 + relayed_shards.MAX_MISSED):
         await relaying.push(0, gradients(0), (0, 1), step=step)
     monkeypatch.setattr(relayed_shards, "PATIENCE_S", 1000.0)
-    relaying.sums.enter(0)  # the rank that came says nothing about the one that did not
-    relaying.sums.skip((0, 1), 9, 0)
-    assert not (await relaying.push(0, gradients(0), (0, 1), step=10)).summed_dp_ranks
+    relaying.sums.skip((0, 1), 9, 0)  # the rank that came says nothing about the one that did not
+    assert not await pushed_together(relaying, 10)
     if how == "open":
+        relaying.sums.leave(1)
         relaying.sums.enter(1)
+        assert not await pushed_together(relaying, 11)
     else:
-        relaying.sums.skip((0, 1), 10, 1)
-    both = await asyncio.gather(*(relaying.push(rank, gradients(rank), (0, 1), step=11) for rank in (0, 1)))
-    assert all(answer.summed_dp_ranks == [0, 1] for answer in both)
+        relaying.sums.skip((0, 1), 11, 1)
+    assert await pushed_together(relaying, 12)
+
+
+async def test_rank_that_is_new_after_the_first_step_is_not_awaited() -> None:
+    """Its trainer builds its model, or has pushed a part of the step to the servers."""
+    relaying = Relaying(2)
+    relaying.sums.enter(0)
+    assert not (await relaying.push(0, gradients(0), (0, 1), step=1)).summed_dp_ranks
+    relaying.sums.enter(1)
+    assert not (await relaying.push(0, gradients(0), (0, 1), step=2)).summed_dp_ranks
+    assert not (await relaying.push(1, gradients(1), (0, 1), step=2)).summed_dp_ranks
+    assert await pushed_together(relaying, 3)
 
 
 @pytest.mark.parametrize("how", ["leave", "skip"])
@@ -183,13 +204,13 @@ async def test_rank_that_does_not_come_ends_the_wait(how: str) -> None:
     if how == "leave":
         relaying.sums.leave(1)
     else:
-        relaying.sums.skip((0, 1), 0)
+        relaying.sums.skip((0, 1), 0, 1)
     assert not (await waiting).summed_dp_ranks
     assert not (await relaying.push(0, gradients(0), (0, 1))).summed_dp_ranks
     if how == "leave":
         relaying.sums.enter(1)
-    both = await asyncio.gather(*(relaying.push(rank, gradients(rank), (0, 1), step=1) for rank in (0, 1)))
-    assert all(answer.summed_dp_ranks == [0, 1] for answer in both)
+        assert not await pushed_together(relaying, 1)
+    assert await pushed_together(relaying, 2)
 
 
 async def test_cancelled_push_is_in_no_sum() -> None:

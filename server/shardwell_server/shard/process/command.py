@@ -330,8 +330,12 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
 
 
 def _folder_owner(arguments: argparse.Namespace) -> FolderOwner | None:
-    """Returns the owner of the server's shared memory. None without ``--id``: no later process has the same id."""
-    if not arguments.id:
+    """Returns the owner of the server's shared memory. None: no later process needs it.
+
+    Without ``--id``, no later process has the same id. A relay has nothing that it could not fetch again, so the next
+    server on the host removes what a killed relay has left.
+    """
+    if not arguments.id or arguments.owns_nothing:
         return None
     return FolderOwner(server_id=arguments.id, coordinator=arguments.coordinator, supervisor=_supervisor(arguments))
 

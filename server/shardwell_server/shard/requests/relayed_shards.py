@@ -13,9 +13,10 @@ Note: [Sums at a relay]
     as it is. Both give the same bits, because the servers add in the same order, so nothing is void.
 
     A rank does not come if its last transport has ended, if its trainer has said that it skips the step, or if it is
-    later than ``PATIENCE_S``. The relay then waits for no gradient of the group in this step any more. If a rank is
-    late in ``MAX_MISSED`` consecutive steps, the relay waits for the group again only when a trainer of the rank has
-    opened a transport, or has said which step it skips: it has joined the run again.
+    later than ``PATIENCE_S``. The relay then waits for no gradient of the group in this step any more. After step 0,
+    the relay waits only for ranks that it has heard of: a trainer that has just found this relay may still build its
+    model, or may have pushed a part of the step to the servers. If a rank is late in ``MAX_MISSED`` consecutive steps,
+    the relay waits for it again only after its trainer has opened a transport, or has said which step it skips.
 
     The relay keeps nothing: it answers a push when the owner of the shard has answered. If the relay dies before, the
     trainer pushes to the owner. The owner refuses the gradient of a rank that it already has in a sum, and the trainer
@@ -321,6 +322,8 @@ class RelayedSums:
         self._run, self._store, self._owners = run, store, owners
         self._present: dict[int, int] = {}
         """Number of transports by rank whose gradients come. 0: the last one has ended."""
+        self._heard = set[int]()
+        """Ranks that have pushed a gradient, or have skipped a step, since their first transport was opened."""
         self._waiting: dict[Key, dict[int, RelayedGradient]] = {}
         self._separate: dict[tuple[int, ...], int] = {}
         """The last step in which no sum is made, by group."""
@@ -331,18 +334,20 @@ class RelayedSums:
     def enter(self, rank: int) -> None:
         """Called when a transport opens over which the gradients of a rank come."""
         self._present[rank] = self._present.get(rank, 0) + 1
-        self._wait_again(rank)
 
     def leave(self, rank: int) -> None:
         """Called when such a transport has ended."""
         self._present[rank] -= 1
         if not self._present[rank]:
+            self._heard.discard(rank)
             self._push_alone([key for key in self._waiting if rank in key[-1]])
 
     def skip(self, group: tuple[int, ...], step: int, rank: int | None = None) -> None:
         """Makes no sum of a group until the end of a step. ``rank``: the rank whose trainer says so."""
         if rank is not None:
-            self._wait_again(rank)
+            self._heard.add(rank)
+            for late in [late for late, missed in self._missed.items() if rank in missed.ranks]:
+                del self._missed[late]
         self._separate[group] = max(step, self._separate.get(group, -1))
         self._push_alone([key for key in self._waiting if key[-1] == group and key[2] <= step])
 
@@ -360,6 +365,8 @@ class RelayedSums:
         shard.check(header)
         step, rank = header.context.step, header.dp_rank
         key = header.unit, shard.start_bytes, step, header.attempt, group
+        if rank in group and rank not in self._heard:
+            self.skip(group, step if step > 0 else -1, rank)  # others may have pushed without it in this step
         waiting = self._waiting.get(key, {})
         if not self._may_sum(shard, header, group) or rank in waiting:
             return await self._push_one(gradient)
@@ -391,15 +398,10 @@ class RelayedSums:
         parameters = shard.layout.parameters
         if any(parameters[index].item_size < _LEAST_ITEM_BYTES for index in header.parameter_indices):
             return False
-        is_gone = any(self._present.get(rank) == 0 for rank in group)
-        missed = self._missed.get(group)
-        if is_gone or (missed is not None and missed.step_count >= MAX_MISSED):
+        step, missed = header.context.step, self._missed.get(group)
+        if any(self._present.get(rank) == 0 or (step > 0 and rank not in self._heard) for rank in group):
             return False
-        return self._separate.get(group, -1) < header.context.step
-
-    def _wait_again(self, rank: int) -> None:
-        for group in [group for group, missed in self._missed.items() if rank in missed.ranks]:
-            del self._missed[group]
+        return self._separate.get(group, -1) < step and (missed is None or missed.step_count < MAX_MISSED)
 
     def _lose_patience(self, key: Key, gradient: RelayedGradient) -> None:
         if self._waiting.get(key, {}).get(gradient.header.dp_rank) is not gradient:
