@@ -17,6 +17,10 @@ from shardwell_wire.errors import UsageError
 _TORCHS_SHARDING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
+RUNS_IN_PART = "_shardwell_runs_in_part"
+"""Attribute of modules around the layers of a pipeline stage: their forward may end in the middle."""
+
+
 def has_forward(module: nn.Module) -> bool:
     """True if a module can be called; containers such as ``nn.ModuleList`` cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -62,6 +66,11 @@ def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter
             )
         if not has_forward(module):
             raise UsageError(f"{kind} has no forward, so nothing would gather its parameters: shard the modules in it")
+        if RUNS_IN_PART in vars(module):
+            raise UsageError(
+                f"the forward of {kind} is divided over pipeline stages, so nothing would free its parameters: shard "
+                "the layers in it, then the stage"
+            )
         if hasattr(module, "_shardwell_sharding"):
             raise UsageError(
                 f"{kind} is sharded already: call fully_shard or auto_wrap once for each module. "

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shardwell.parallel.description import ActivationShape
     from shardwell.parallel.parallel_model import ParallelModel, TensorParallelOptions, parallelize
     from shardwell.parallel.pipeline import SCHEDULES, PipelineSchedule, PipelineStage, SchedulePlan
-    from shardwell.parallel.splitting import ModelSplit, split_model
+    from shardwell.parallel.splitting import ModelSplit, StageExample, split_model
     from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "PipelineSchedule",
     "PipelineStage",
     "SchedulePlan",
+    "StageExample",
     "TensorParallelOptions",
     "TensorParallelPlan",
     "parallelize",
@@ -35,6 +36,7 @@ _MODULES = {
     "PipelineSchedule": "shardwell.parallel.pipeline",
     "PipelineStage": "shardwell.parallel.pipeline",
     "SchedulePlan": "shardwell.parallel.pipeline",
+    "StageExample": "shardwell.parallel.splitting",
     "TensorParallelOptions": "shardwell.parallel.parallel_model",
     "TensorParallelPlan": "shardwell.parallel.tensor",
     "parallelize": "shardwell.parallel.parallel_model",

@@ -1,18 +1,17 @@
 """``split_model``: cuts a model into pipeline stages between its layers, and describes the stages.
 
-A cut is the first layer of a stage. ``even_starts`` and ``balanced_starts`` choose the cuts. ``trace_layers`` finds the
-layers in a trace of the forward, ``cut_graph`` cuts the trace, and ``stage_module`` makes a module of each stage.
+A cut is the first layer of a stage. ``even_starts`` and ``balanced_starts`` choose the cuts; ``outline.py`` finds
+the layers, and ``stage_modules.py`` makes the stages. ``ModelSplit.from_modules`` takes stages that were made by hand.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.fx
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -21,9 +20,13 @@ from shardwell.grid.parallel_plan import descriptions
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.module.new_units import mark_ties
 from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription
+from shardwell.parallel.forward_records import Record
 from shardwell.parallel.micro_batches import sends_parts, sequence_parts
+from shardwell.parallel.outline import Outline, find_parts, stage_examples
+from shardwell.parallel.stage_modules import make_stage
 from shardwell.parallel.transformer import find_blocks, list_layers
-from shardwell_wire.errors import TiedParameterError, UsageError
+from shardwell.weights.weight_files import NAMES_IN_MODEL
+from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:
     from shardwell.parallel.tensor import TensorParallelPlan
@@ -41,7 +44,7 @@ class StageExample:
 
 
 class ModelSplit:
-    """A model that is divided into pipeline stages.
+    """A model that is divided into pipeline stages. Made by ``split_model`` or ``from_modules``.
 
     Attributes:
         stages: What each stage holds.
@@ -49,25 +52,30 @@ class ModelSplit:
 
     Args:
         model: The whole model.
-        graphs: The graph of each stage.
-        block_classes: Names of the classes of the model's blocks.
+        modules: The module of each stage. Parameters and buffers are the model's, with the model's names.
+        calls: Names of each stage's layers.
+        outline: The model without memory. None: the stages have forwards of their own.
     """
 
-    def __init__(self, model: nn.Module, graphs: Sequence[torch.fx.Graph], block_classes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        calls: Sequence[Sequence[str]],
+        outline: Outline | None = None,
+    ) -> None:
         self._class_name = type(model).__name__
-        self._modules = [
-            stage_module(model, graph, f"{self._class_name}Stage{index}") for index, graph in enumerate(graphs)
-        ]
+        self._modules, self._outline = list(modules), outline
+        _check_coverage(model, self._modules)
+        block_classes = sorted({type(block).__name__ for block in find_blocks(model).values()})
+        names = frozenset(model.state_dict(keep_vars=True))
         for module in self._modules:
-            module._no_split_modules = list(block_classes)  # type: ignore[assignment]  # read by auto_wrap
+            module._no_split_modules = block_classes  # type: ignore[assignment]  # read by auto_wrap
+            module.__dict__[NAMES_IN_MODEL] = names
         self.ties = tuple(mark_ties(model, self._modules))
         self.stages = tuple(
-            StageDescription(
-                index,
-                tuple(str(node.target) for node in graph.nodes if node.op == "call_module"),
-                tuple(list_layers(module)),
-            )
-            for index, (graph, module) in enumerate(zip(graphs, self._modules, strict=True))
+            StageDescription(index, tuple(called), tuple(list_layers(module)))
+            for index, (called, module) in enumerate(zip(calls, self._modules, strict=True))
         )
         for stage in self.stages:
             if not stage.layers:
@@ -78,6 +86,25 @@ class ModelSplit:
         self._description = ModelDescription(self._class_name, self.stages)
         for module in self._modules:
             descriptions[module] = self._description
+
+    @classmethod
+    def from_modules(cls, model: nn.Module, stages: Sequence[nn.Module]) -> ModelSplit:
+        """Returns the division of a model into stages that were built by hand.
+
+        The modules of the stages hold the model's own parameters and buffers, under the model's names: a stage with the
+        blocks 2 and 3 of ``model.blocks`` has ``self.blocks = nn.ModuleDict({"2": model.blocks["2"], ...})``. A
+        parameter that several stages share becomes a unit of its own, as with ``split_model``.
+
+        Args:
+            model: The whole model, before tensor parallelism and ``fully_shard``.
+            stages: The module of each stage. Its forward takes what the previous one returns.
+
+        Raises:
+            UsageError: The stages do not cover all parameters and persistent buffers of the model, or hold others; a
+                name differs; or a stage has no parameters.
+        """
+        _check_plain(model)
+        return cls(model, stages, [[name for name, _ in stage.named_children()] for stage in stages])
 
     def module(self, index: int) -> nn.Module:
         """Returns the module of a stage. Its parameters are the model's, with the model's names.
@@ -93,54 +120,73 @@ class ModelSplit:
         *inputs: torch.Tensor,
         dtype: torch.dtype | None = None,
         tensor_plan: TensorParallelPlan | None = None,
+        **keywords: torch.Tensor,
     ) -> list[StageExample]:
         """Returns the inputs and outputs of every stage for one micro-batch, without computing values.
 
         Call it before ``fully_shard`` and before a tensor-parallel plan is applied.
 
         Args:
-            inputs: Arguments of the model's forward for one micro-batch. Only shapes and dtypes are used.
+            inputs: Positional arguments of the model's forward for one micro-batch. Only shapes and dtypes are used.
             dtype: Dtype of floating-point values between stages, if mixed precision changes it. None: the model's.
             tensor_plan: The plan of tensor parallelism. Required if it is sequence-parallel: stages then send parts of
                 the sequence.
+            keywords: Keyword arguments of the model's forward, which all stages get.
 
         Raises:
-            UsageError: A value between two stages is no tensor, or a layer creates tensors on a fixed device; or the
-                tensor-parallel ranks cannot divide the sequence.
+            UsageError: The forward cannot be divided, a value between two stages is no tensor, or a layer creates
+                tensors on a fixed device; or the tensor-parallel ranks cannot divide the sequence.
         """
-        values = tuple(torch.empty_like(value, device="meta") for value in inputs)
-        found = []
-        for index, module in enumerate(self._modules):
-            outputs = self._run_on_meta(index, module, values)
-            found.append(StageExample(_cast(values, dtype if index else None), _cast(outputs, dtype)))
-            values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+        if self._outline is None:
+            found = self._run_stages(inputs, keywords)
+        else:
+            found = stage_examples(self._outline, inputs, keywords, self._modules[0].training)
+        examples = [
+            StageExample(_cast(received, dtype if index else None), _cast(outputs, dtype))
+            for index, (received, outputs) in enumerate(found)
+        ]
         self._description.micro_batch = micro_batch_of(
-            inputs, [value for example in found for value in example.outputs]
+            inputs, [value for example in examples for value in example.outputs]
         )
         if tensor_plan is None or not tensor_plan.sequence_parallel:
-            return found
+            return examples
         cut = sends_parts(self.stages, tensor_plan.layers)
         return [
             StageExample(
                 sequence_parts(each.inputs, tensor_plan.tp) if before else each.inputs,
                 sequence_parts(each.outputs, tensor_plan.tp) if after else each.outputs,
             )
-            for each, before, after in zip(found, [False, *cut], cut, strict=False)
+            for each, before, after in zip(examples, [False, *cut], cut, strict=False)
         ]
 
-    def _run_on_meta(self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def _run_stages(
+        self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, torch.Tensor]
+    ) -> list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+        values = tuple(torch.empty_like(value, device="meta") for value in inputs)
+        found = []
+        for index, module in enumerate(self._modules):
+            outputs = self._run_on_meta(index, module, values, keywords)
+            found.append((values, outputs))
+            values = tuple(value.detach().requires_grad_(value.requires_grad) for value in outputs)
+        return found
+
+    def _run_on_meta(
+        self, index: int, module: nn.Module, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         if any(isinstance(part, ShardedModule) for part in module.modules()):
             raise UsageError(f"stage {index} is sharded already: call split.examples before fully_shard")
         tensors = {
             name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
         }
+        named = {name: torch.empty_like(value, device="meta") for name, value in keywords.items()}
         try:
             with torch.device("meta"):
-                output = functional_call(module, tensors, inputs)
+                output = functional_call(module, tensors, inputs, named)
         except Exception as error:  # runs the user's layers
             raise UsageError(
-                f"stage {index} cannot run without values: {error}. Pass input_args and output_args to PipelineStage"
+                f"stage {index} cannot run without values: {error}. Make the StageExample of each stage by hand, and "
+                "pass it to PipelineStage(..., example=)"
             ) from error
         outputs = output if isinstance(output, tuple) else (output,)
         for value in outputs:
@@ -172,12 +218,15 @@ def split_model(
     by: Literal["layers", "cost"] = "layers",
     cost: Cost | None = None,
     starts: Sequence[str] | None = None,
+    example: Sequence[torch.Tensor] | None = None,
 ) -> ModelSplit:
     """Divides a model into consecutive pipeline stages.
 
-    The forward of the model must be a sequence of layers with plain tensor operations between them. Layers are the
-    model's repeated blocks and the modules beside them; their own forwards are not looked at. The stages share their
-    parameters with the model, so a large model is built on the meta device, and each trainer keeps its own stages.
+    Layers are the model's repeated blocks and the modules beside them; each belongs to a stage as a whole. All stages
+    run the model's own forward, with the code between the layers, such as position embeddings and masks. A stage
+    computes its own layers only: it gets the activations of the previous stage and the arguments of the model's
+    forward. The stages share their parameters with the model, so a large model is built on the meta device, and each
+    trainer keeps its own stages.
 
     Args:
         model: The model, before tensor parallelism and ``fully_shard``.
@@ -186,29 +235,71 @@ def split_model(
             ``cost``: the most expensive stage is as cheap as possible, and stages may be cut at any layer.
         cost: Cost of a layer, for ``by="cost"``. Default: number of parameters; embeddings cost nothing.
         starts: Names of the layers with which stages 1, 2, ... begin, instead of ``by``.
+        example: Arguments of the model's forward for one micro-batch. Only shapes and dtypes are used. They tell the
+            order in which the forward calls the layers. None: the order in which the model defines them; models of
+            Hugging Face tell their order.
 
     Raises:
-        UsageError: The model is wrapped or split already, has too few layers, or cannot be traced; a stage has no
-            parameters; or ``starts`` names no layers in the forward's order.
-        TiedParameterError: Two stages call the same layer.
+        UsageError: The model is wrapped or split already, has too few layers, or its forward cannot be divided; a stage
+            has no parameters; or ``starts`` names no layers in the forward's order.
     """
     _check_plain(model)
     if num_stages < 1:
         raise UsageError(f"split_model(num_stages={num_stages}): expected at least 1")
     blocks = find_blocks(model)
-    graph = trace_layers(model, _opened(model, blocks))
-    calls = [node for node in graph.nodes if node.op == "call_module"]
+    layers, around = find_parts(model, blocks)
+    outline = Outline(model, layers, around)
+    record = _recorded(model, outline, example)
+    calls = list(layers) if record is None else [call.layer for call in record.calls]
+    names = list(dict.fromkeys([*calls, *layers]))
+    firsts = _starts(model, num_stages, by=by, cost=cost, starts=starts, layers=layers, blocks=blocks, names=names)
+    outline.divide(firsts, record)
+    modules = [make_stage(model, outline, index, layers, around) for index in range(num_stages)]
+    held = [[name for name in names if index in outline.stages[name]] for index in range(num_stages)]
+    return ModelSplit(model, modules, held, outline)
+
+
+def _recorded(model: nn.Module, outline: Outline, example: Sequence[torch.Tensor] | None) -> Record | None:
+    """Returns what the model's forward does. None: not known without an example."""
+    if example is not None:
+        return outline.record(tuple(example), {}, training=model.training)
+    inputs = getattr(model, "dummy_inputs", None)  # of Hugging Face's models
+    if isinstance(inputs, Mapping):
+        with suppress(UsageError):  # split.examples tells why
+            return outline.record((), inputs, training=model.training)
+    return None
+
+
+def _starts(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    by: str,
+    cost: Cost | None,
+    starts: Sequence[str] | None,
+    layers: Mapping[str, nn.Module],
+    blocks: Mapping[str, nn.Module],
+    names: Sequence[str],
+) -> list[str]:
+    """Returns the names of the first layers of stages 1, 2, ..."""
     if starts is not None:
-        firsts = _named_starts(calls, starts, num_stages)
-    elif by == "layers":
-        firsts = _even(calls, blocks, num_stages, model)
-    elif by == "cost":
-        firsts = _balanced(calls, num_stages, model, cost or _number_of_parameters)
-    else:
+        in_order = [name for name in names if name in starts]
+        if len(starts) != num_stages - 1 or list(starts) != in_order or starts[:1] == names[:1]:
+            raise UsageError(
+                f"starts={list(starts)}: expected the first layers of stages 1 to {num_stages - 1}, in the order of "
+                f"the forward and after its first layer. The layers are {', '.join(names)}"
+            )
+        return list(starts)
+    with_parameters = [name for name in names if any(True for _ in layers[name].parameters())]
+    if by == "layers":
+        chosen, what = [name for name in names if name in blocks] or with_parameters, "blocks" if blocks else "layers"
+        _check_count(len(chosen), num_stages, model, what)
+        return [chosen[start] for start in even_starts(len(chosen), num_stages)[1:]]
+    if by != "cost":
         raise UsageError(f"split_model(by={by!r}): expected 'layers' or 'cost'")
-    _check_repeated(calls, firsts)
-    block_classes = sorted({type(block).__name__ for block in blocks.values()})
-    return ModelSplit(model, cut_graph(graph, firsts), block_classes)
+    _check_count(len(with_parameters), num_stages, model, "layers")
+    costs = [float((cost or _number_of_parameters)(name, layers[name])) for name in with_parameters]
+    return [with_parameters[start] for start in balanced_starts(costs, num_stages)[1:]]
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -223,64 +314,40 @@ def _check_plain(model: nn.Module) -> None:
             )
 
 
-def _opened(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Returns the modules whose forward is traced: those around the blocks, and sequences of layers."""
-    if blocks:
-        return [
-            module
-            for name, module in model.named_modules()
-            if any(block.startswith(f"{name}." if name else "") for block in blocks) and name not in blocks
-        ]
-    return [module for module in model.modules() if isinstance(module, nn.Sequential)]
-
-
-def _even(
-    calls: Sequence[torch.fx.Node], blocks: Mapping[str, nn.Module], num_stages: int, model: nn.Module
-) -> list[torch.fx.Node]:
-    if blocks:
-        chosen, what = [node for node in calls if node.target in blocks], "blocks"
-    else:
-        chosen, what = [node for node in calls if _has_parameters(model.get_submodule(str(node.target)))], "layers"
-    _check_count(len(chosen), num_stages, model, what)
-    return [chosen[start] for start in even_starts(len(chosen), num_stages)[1:]]
-
-
-def _balanced(calls: Sequence[torch.fx.Node], num_stages: int, model: nn.Module, cost: Cost) -> list[torch.fx.Node]:
-    chosen = [node for node in calls if _has_parameters(model.get_submodule(str(node.target)))]
-    _check_count(len(chosen), num_stages, model, "layers")
-    costs = [float(cost(str(node.target), model.get_submodule(str(node.target)))) for node in chosen]
-    return [chosen[start] for start in balanced_starts(costs, num_stages)[1:]]
-
-
-def _named_starts(calls: Sequence[torch.fx.Node], starts: Sequence[str], num_stages: int) -> list[torch.fx.Node]:
-    by_name = {str(node.target): node for node in reversed(calls)}
-    names = list(by_name)[::-1]
-    known = [name for name in starts if name in by_name]
-    in_order = [name for name in names if name in known]
-    if len(starts) != num_stages - 1 or list(starts) != in_order or starts[:1] == names[:1]:
+def _check_coverage(model: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Raises UsageError unless the stages hold all tensors of a model, and no others, under the model's names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    held = set[int]()
+    for index, stage in enumerate(stages):
+        for name, tensor in stage.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            expected = names.get(id(tensor))
+            if expected is None:
+                raise UsageError(
+                    f"{name!r} of stage {index} is no parameter or buffer of {type(model).__name__}: build the stages "
+                    "of the model's own modules"
+                )
+            if name not in expected:
+                raise UsageError(
+                    f"{name!r} of stage {index} has the name {expected[0]!r} in {type(model).__name__}: give the "
+                    "modules of the stage the names that they have in the model, such as "
+                    f'nn.ModuleDict({{"2": model.blocks[2]}}) for blocks.2'
+                )
+            held.add(id(tensor))
+    left = [repr(found[0]) for key, found in names.items() if key not in held]
+    if left:
         raise UsageError(
-            f"starts={list(starts)}: expected the first layers of stages 1 to {num_stages - 1}, in the order of the "
-            f"forward and after its first layer. The layers are {', '.join(names)}"
+            f"no stage has {', '.join(left[:10])}{f' and {len(left) - 10} more' if len(left) > 10 else ''} of "
+            f"{type(model).__name__}, which would not be trained, stored or exported: put each into a stage"
         )
-    return [by_name[name] for name in starts]
 
 
 def _check_count(found: int, num_stages: int, model: nn.Module, what: str) -> None:
     if found < num_stages:
         raise UsageError(f"{type(model).__name__} has {found} {what}, too few for {num_stages} stages")
-
-
-def _check_repeated(calls: Sequence[torch.fx.Node], firsts: Sequence[torch.fx.Node]) -> None:
-    """Raises if two stages call the same layer."""
-    stage, found = 0, dict[str, int]()
-    for node in calls:
-        stage += node in firsts
-        if found.setdefault(str(node.target), stage) != stage:
-            raise TiedParameterError(
-                f"layer {node.target!r} is called in stages {found[str(node.target)]} and {stage}: a layer belongs to "
-                "one stage. Choose other stages with starts=, or use two layers that share their parameters",
-                parameter=str(node.target),
-            )
 
 
 def _cast(values: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:
@@ -304,10 +371,6 @@ def micro_batch_of(inputs: Sequence[torch.Tensor], activations: Iterable[torch.T
         return None
     sizes = [value.element_size() for value in activations if value.is_floating_point()]
     return ActivationShape(batch=inputs[0].shape[0], length=inputs[0].shape[1], item_size=max(sizes, default=4))
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _number_of_parameters(_: str, layer: nn.Module) -> float:
@@ -357,145 +420,3 @@ def balanced_starts(costs: Sequence[float], num_stages: int) -> list[int]:
         stop = best[stage][stop][1]
         starts.append(stop)
     return starts[::-1]
-
-
-# ---- tracing ----
-
-
-class _LayerTracer(torch.fx.Tracer):
-    """Traces through the modules that contain layers, and records calls of the layers."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, opened: set[int]) -> None:
-        super().__init__()
-        self._opened = opened
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return id(m) not in self._opened
-
-
-def trace_layers(model: nn.Module, opened: Iterable[nn.Module]) -> torch.fx.Graph:
-    """Returns the graph of a model's forward, in which each layer is one call.
-
-    Arguments of the forward with a default value keep it.
-
-    Args:
-        model: The model.
-        opened: Modules inside the model whose forward is traced. All others are layers.
-
-    Raises:
-        UsageError: The forward depends on values, or does something else that torch.fx cannot trace.
-    """
-    signature = inspect.signature(model.forward)
-    empty = inspect.Parameter.empty
-    defaults = {name: entry.default for name, entry in signature.parameters.items() if entry.default is not empty}
-    tracer = _LayerTracer({id(module) for module in opened})
-    try:
-        graph = tracer.trace(model, concrete_args=defaults)
-    except Exception as error:  # the tracer runs the user's forward
-        raise UsageError(
-            f"the forward of {type(model).__name__} cannot be traced by torch.fx, so its layers cannot be divided into "
-            f"stages: {error}. Move code that depends on values into the layers, or build the stages by hand and "
-            "pass them to shardwell.parallel.PipelineStage"
-        ) from error
-    # Arguments that keep their default are not inputs of the stages, and neither are the tracer's checks of them.
-    for node in [node for node in graph.nodes if node.op == "placeholder"]:
-        if str(node.target) in defaults or any(str(node.target).startswith(f"{name}_") for name in defaults):
-            _erase(graph, node)
-    return graph
-
-
-def _erase(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Removes a node and all nodes that use it."""
-    for user in list(node.users):
-        _erase(graph, user)
-    graph.erase_node(node)
-
-
-def cut_graph(graph: torch.fx.Graph, starts: Sequence[torch.fx.Node]) -> list[torch.fx.Graph]:
-    """Cuts a graph into consecutive stages.
-
-    A stage receives all values of earlier stages that it or a later stage uses, and returns those that later stages
-    use. The last stage returns the model's output. Parameters and buffers are read in the stage that uses them.
-
-    Args:
-        graph: The graph of the whole forward.
-        starts: The first node of each stage but the first.
-    """
-    begins = {node: number for number, node in enumerate(starts, start=1)}
-    stage, stage_of = 0, dict[torch.fx.Node, int]()
-    for node in graph.nodes:
-        stage = begins.get(node, stage)
-        stage_of[node] = 0 if node.op == "placeholder" else stage
-    for node in graph.nodes:
-        if node.op == "get_attr":  # read where it is used, in each of the stages
-            stage_of[node] = min((stage_of[user] for user in node.users), default=0)
-    return [_stage_graph(graph, stage_of, stage, is_last=stage == len(starts)) for stage in range(len(starts) + 1)]
-
-
-def _values_after(graph: torch.fx.Graph, stage_of: Mapping[torch.fx.Node, int], stage: int) -> list[torch.fx.Node]:
-    """Returns the values of a stage and of earlier stages that later stages use, in the graph's order."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op not in ("get_attr", "output")
-        and stage_of[node] <= stage
-        and any(stage_of[user] > stage for user in node.users)
-    ]
-
-
-def _stage_graph(
-    graph: torch.fx.Graph, stage_of: Mapping[torch.fx.Node, int], stage: int, *, is_last: bool
-) -> torch.fx.Graph:
-    made = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    received = _values_after(graph, stage_of, stage - 1) if stage else []
-    for node in received:
-        copies[node] = made.placeholder(node.name)
-
-    def copied(node: torch.fx.Node) -> torch.fx.Node:
-        if node not in copies:
-            assert node.op == "get_attr"
-            copies[node] = made.node_copy(node)
-        return copies[node]
-
-    for node in graph.nodes:
-        if stage_of[node] == stage and node.op not in ("get_attr", "output"):
-            copies[node] = made.node_copy(node, copied)
-    if is_last:
-        output = next(node for node in graph.nodes if node.op == "output")
-        made.output(torch.fx.map_arg(output.args[0], copied))
-    else:
-        sent = [copied(node) for node in _values_after(graph, stage_of, stage)]
-        made.output(sent[0] if len(sent) == 1 else tuple(sent))
-    made.lint()
-    return made
-
-
-def stage_module(model: nn.Module, graph: torch.fx.Graph, class_name: str) -> nn.Module:
-    """Returns a module that runs a stage's graph. Its layers are the model's, under the same names.
-
-    Args:
-        model: The whole model, which the graph was traced from.
-        graph: Graph of the stage.
-        class_name: Name of the module's class.
-    """
-    stage = torch.fx.GraphModule(model, graph, class_name)
-    _replace_containers(stage, model)
-    return stage.train(model.training)
-
-
-def _replace_containers(stage: nn.Module, model: nn.Module) -> None:
-    """Replaces the bare modules that torch.fx makes: by the model's own layer, or by a dictionary of layers."""
-    for name, child in list(stage.named_children()):
-        if type(child) is not nn.Module:
-            continue
-        original = model.get_submodule(name)
-        if any(True for _ in child.parameters(recurse=False)) or any(True for _ in child.buffers(recurse=False)):
-            stage._modules[name] = original  # the forward reads a parameter of a layer that it does not call
-            continue
-        _replace_containers(child, original)
-        layers = nn.ModuleDict()
-        layers.update(dict(child.named_children()))
-        stage._modules[name] = layers

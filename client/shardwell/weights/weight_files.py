@@ -42,6 +42,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 WINDOW_BYTES = 4 << 20
 """Bytes of a tensor that are in memory at a time, per upload."""
 
+NAMES_IN_MODEL = "_shardwell_names_in_model"
+"""Attribute of a pipeline stage: names of all parameters and persistent buffers of the whole model."""
+
 _EXPORTED_FILE = re.compile(rf"model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE_NAME)}|{re.escape(INDEX_NAME)}")
 
 Values = Iterator[tuple[str, torch.Tensor]]
@@ -193,7 +196,8 @@ def _match(
         found = differences(tensor.shape, tensor.dtype, wanted.tensor, "checkpoint", cast=cast)
         differing += [f"{present[-1]!r} is {how}" for how in found]
         places.update(dict.fromkeys(wanted.sites, tensor))
-    unexpected = [repr(name) for name in stored if name not in used]
+    elsewhere = vars(model).get(NAMES_IN_MODEL, ())  # a pipeline stage loads its part of the model's checkpoint
+    unexpected = [repr(name) for name in stored if name not in used and name not in elsewhere]
     problems = [
         *([f"it lacks {listed(missing)}"] if missing else []),
         *([f"the model lacks {listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
@@ -204,8 +208,13 @@ def _match(
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
     wanted: dict[int, _Wanted] = {}
+    elsewhere = vars(model).get(NAMES_IN_MODEL, ())  # buffers of a stage that another stage stores have values, too
     for prefix, part in model.named_modules(remove_duplicate=False):
-        buffers = {name: item for name, item in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        buffers = {
+            name: item
+            for name, item in part._buffers.items()
+            if name not in part._non_persistent_buffers_set or (f"{prefix}.{name}" if prefix else name) in elsewhere
+        }
         for own_name, tensor in (*part._parameters.items(), *buffers.items()):
             if tensor is None or is_lazy(tensor):
                 continue

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwell.memory.buffers import keep_freed_memory, return_freed_memory
 from shardwell.module.fully_shard import ShardedModule, sharding_of
-from shardwell.module.guards import has_forward
+from shardwell.module.guards import RUNS_IN_PART, has_forward
 from shardwell.module.hooks import keep_attribute, wrap_forward
 from shardwell.module.mixed_precision import local_part
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
@@ -73,7 +73,7 @@ def named_candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Every module comes after all modules inside it.
     """
     for name, module in _inner_first(model, "", {id(model)}):
-        if has_forward(module) and not isinstance(module, ShardedModule):
+        if has_forward(module) and not isinstance(module, ShardedModule) and RUNS_IN_PART not in vars(module):
             yield name, module
 
 
@@ -257,7 +257,9 @@ class BlockPolicy:
 
     Blocks are the modules that the model itself names in ``_no_split_modules``, as Hugging Face's models do. In other
     models, they are the outermost modules whose class occurs several times in one container, such as the layers in the
-    ``nn.ModuleList`` of a transformer. Modules outside the blocks, such as embeddings and heads, become units if they
+    ``nn.ModuleList`` of a transformer. Modules without submodules, such as two embeddings in an ``nn.ModuleDict``, and
+    modules with less than a tenth of the largest block's parameters are no blocks if there are others. Modules outside
+    the blocks, such as embeddings and heads, become units if they
     are at least as large as the largest block. In a model without blocks, modules with a million parameters become
     units.
 
@@ -282,22 +284,41 @@ class BlockPolicy:
         modules = list(self.model.modules())
         names = {name for module in modules for name in getattr(module, "_no_split_modules", None) or ()}
         named = [module for module in modules if type(module).__name__ in names and has_forward(module)]
-        return named or list(dict.fromkeys(_outermost_repeated(self.model, set())))
+        if named:
+            return named
+        for leaves in (False, True):
+            if found := list(dict.fromkeys(_outermost_repeated(self.model, set(), leaves=leaves))):
+                return _without_small_classes(found)
+        return []
 
 
-def _outermost_repeated(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+def _outermost_repeated(module: nn.Module, seen: set[int], *, leaves: bool) -> Iterator[nn.Module]:
     children = [child for child in module.children() if id(child) not in seen]
     seen.update(map(id, children))
-    repeated = _repeated_classes(children) if isinstance(module, _CONTAINERS) else set()
+    repeated = _repeated_classes(children, leaves=leaves) if isinstance(module, _CONTAINERS) else set()
     for child in children:
         if type(child) in repeated:
             yield child
         else:
-            yield from _outermost_repeated(child, seen)
+            yield from _outermost_repeated(child, seen, leaves=leaves)
 
 
-def _repeated_classes(modules: Sequence[nn.Module]) -> set[type[nn.Module]]:
-    can_be_units = [module for module in modules if has_forward(module) and any(True for _ in module.parameters())]
+def _without_small_classes(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    sizes: dict[type[nn.Module], int] = {}
+    for block in blocks:
+        size = sum(local_part(parameter).numel() for parameter in block.parameters())
+        sizes[type(block)] = max(sizes.get(type(block), 0), size)
+    return [block for block in blocks if 10 * sizes[type(block)] >= max(sizes.values())]
+
+
+def _repeated_classes(modules: Sequence[nn.Module], *, leaves: bool) -> set[type[nn.Module]]:
+    can_be_units = [
+        module
+        for module in modules
+        if has_forward(module)
+        and any(True for _ in module.parameters())
+        and (leaves or any(True for _ in module.children()))
+    ]
     counts = Counter(type(module) for module in can_be_units if not isinstance(module, _CONTAINERS))
     return {kind for kind, count in counts.items() if count > 1}
 

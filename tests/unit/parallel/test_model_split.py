@@ -13,7 +13,7 @@ from shardwell.parallel import plan_tensor_parallel, split_model
 from shardwell.parallel.splitting import balanced_starts, even_starts
 from shardwell.parallel.transformer import LayerKind
 from shardwell.wrapping.policies import BlockPolicy
-from shardwell_wire.errors import TiedParameterError, UsageError
+from shardwell_wire.errors import UsageError
 
 
 def untied_gpt(num_layers: int = 4, device: str = "cpu") -> Any:
@@ -50,10 +50,10 @@ class Rotated(nn.Module):
         return self.linear(x) * table
 
 
-def run(split: Any, *inputs: torch.Tensor) -> Any:
+def run(split: Any, *inputs: torch.Tensor, **keywords: torch.Tensor) -> Any:
     values: Any = inputs
     for stage in split.stages:
-        output = split.module(stage.index)(*values)
+        output = split.module(stage.index)(*values, **keywords)
         values = output if isinstance(output, tuple) else (output,)
     return values[0]
 
@@ -78,15 +78,19 @@ def test_parameters_keep_their_names_and_are_the_models_own() -> None:
     assert [len(BlockPolicy(split.module(index)).blocks()) for index in range(3)] == [1, 2, 1]
 
 
-def test_inputs_and_buffers_that_later_stages_use_are_passed_on() -> None:
+def test_inputs_are_passed_on_and_buffers_are_in_all_stages() -> None:
     model = Mixer()
     split = split_model(model, 4)
     x = torch.randn(3, 5, 2)
     assert torch.equal(run(split, x), model(x))
     examples = split.examples(x)
-    assert [tuple(value.shape) for value in examples[1].inputs] == [(3, 5, 2), (5, 2), (3, 5, 2)]
-    assert [example.outputs[-1].requires_grad for example in examples] == [True] * 4
+    assert [tuple(value.shape) for value in examples[1].inputs] == [(3, 5, 2), (3, 5, 2)], "the table is computed again"
+    assert [example.outputs[0].requires_grad for example in examples] == [True] * 4
     assert all(value.is_meta for example in examples for value in (*example.inputs, *example.outputs))
+    assert [list(split.module(index).state_dict()) for index in (0, 1)] == [
+        ["table", "layers.0.linear.weight", "layers.0.linear.bias"],
+        ["layers.1.linear.weight", "layers.1.linear.bias"],
+    ], "the run stores the buffer once"
 
 
 def test_examples_follow_the_micro_batch_and_leave_the_model_alone() -> None:
@@ -135,7 +139,7 @@ def test_descriptions_list_layers_parameters_and_kinds() -> None:
     model = untied_gpt()
     split = split_model(model, 2)
     first, last = split.stages
-    assert first.calls == ("token_embedding", "blocks.0", "blocks.1")
+    assert first.calls == ("token_embedding", "position_embedding", "blocks.0", "blocks.1")
     assert last.calls == ("blocks.2", "blocks.3", "norm", "head")
     assert first.num_parameters + last.num_parameters == sum(map(torch.numel, model.parameters()))
     assert set(first.parameters_by_kind()) == {
@@ -161,7 +165,7 @@ def test_stages_start_at_the_named_layers() -> None:
     assert [stage.calls[0] for stage in split.stages] == ["token_embedding", "blocks.1", "head"]
     with pytest.raises(UsageError, match="expected the first layers of stages 1 to 2"):
         split_model(untied_gpt(), 3, starts=["head", "blocks.1"])
-    with pytest.raises(UsageError, match=r"The layers are token_embedding, blocks.0"):
+    with pytest.raises(UsageError, match=r"The layers are token_embedding, position_embedding, blocks.0"):
         split_model(untied_gpt(), 2, starts=["nonsense"])
 
 
@@ -176,20 +180,22 @@ def test_models_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(UsageError, match=r"num_stages=0\): expected at least 1"):
         split_model(untied_gpt(2), 0)
     shared = nn.Linear(2, 2)
-    with pytest.raises(TiedParameterError, match="layer '0' is called in stages 0 and 1"):
+    with pytest.raises(UsageError, match="Sequential has 1 layers, too few for 2 stages"):
         split_model(nn.Sequential(shared, nn.Tanh(), shared), 2)
 
 
 def test_forward_that_depends_on_values_is_refused() -> None:
     class Branch(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self[1](self[0](x)) if x.sum() > 0 else x
+            hidden = self[0](x)
+            return self[1](hidden) if hidden.sum() > 0 else x
 
-    with pytest.raises(UsageError, match=r"the forward of Branch cannot be traced by torch.fx"):
-        split_model(Branch(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
+    split = split_model(Branch(nn.Linear(2, 2), nn.Linear(2, 2)), 2)
+    with pytest.raises(UsageError, match=r"the forward of Branch .* it decides by values that layers compute"):
+        split.examples(torch.zeros(1, 2))
 
 
 def test_stage_without_parameters_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))
     with pytest.raises(UsageError, match="stage 1 of 3 has no parameters"):
         split_model(model, 3, starts=["1", "2"])
