@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import uuid
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import shardwell
 from shardwell_wire.errors import InvalidRequestError, UsageError
+from tests.support.processes import run_ranks
 
 DP, STEPS = 3, 3
 
@@ -68,6 +70,44 @@ def test_means_are_added_in_rank_order_and_are_in_the_commit(
             assert dict(step.means) == (means[-1] if step.number == STEPS - 1 else {})
     assert numbers == [STEPS - 1, STEPS]
     assert f"the loop body of step {STEPS - 1} runs again without batches" in caplog.text
+
+
+def mortal_worker(rank: int, address: str, run: str) -> None:
+    with shardwell.join(
+        address, run=run, world=shardwell.World(dp=2), global_rank=rank, trainer=f"t{rank}", host="here"
+    ) as session:
+        model, optimizer = shard(session)
+        for step in session.steps(STEPS):
+            for x in step.batches(batch):
+                loss = model(x).square().mean()
+                loss.backward()
+                step.log(loss=loss)
+                if rank == 1 and step.number == 1:
+                    os._exit(0)
+            with torch.no_grad():
+                expected = [model(batch(step.number, dp_rank)).square().mean().item() for dp_rank in range(2)]
+            optimizer.step()
+            optimizer.zero_grad()
+            assert step.means == {"loss": (expected[0] + expected[1]) / 2}, "also with the work of a lost trainer"
+    assert rank == 0
+
+
+def test_means_do_not_depend_on_lost_trainers(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(mortal_worker, cluster.address, uuid.uuid4().hex)
+
+
+def test_each_item_of_an_asynchronous_run_has_its_own_numbers(cluster: shardwell.LocalCluster) -> None:
+    run = uuid.uuid4().hex
+    with shardwell.join(cluster.address, run=run, consistency=shardwell.ASYNCHRONOUS, host="here") as session:
+        model, optimizer = shard(session)
+        for step in session.steps(2):
+            for x in step.batches(batch):
+                loss = model(x).square().mean()
+                loss.backward()
+                step.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert step.means == {"loss": loss.item()}
 
 
 def test_wrong_numbers_are_refused(cluster: shardwell.LocalCluster) -> None:

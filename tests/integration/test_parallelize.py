@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,19 +12,21 @@ from torch import nn
 
 import shardwell
 from examples.gpt import GPT, GPTConfig
-from shardwell.parallel import TensorParallelOptions, parallelize
-from shardwell_wire.errors import UsageError
+from shardwell.parallel import TensorParallelOptions, parallelize, split_model
+from shardwell_wire.errors import TiedParameterError, UsageError
 from tests.support import gloo
 from tests.support.processes import run_ranks
 from tests.support.split_gpt import loss_of
 
 MICRO_BATCHES, BATCH, STEPS, LENGTH, VOCABULARY = 4, 8, 3, 6, 32
+VALIDATION = 1000
+"""Number of the validation batch."""
 
 
-def gpt() -> GPT:
+def gpt(*, tied: bool = False) -> GPT:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "context": LENGTH, "num_layers": 4, "num_heads": 2, "width": 12}
-    return GPT(GPTConfig(**sizes, tied=False))
+    return GPT(GPTConfig(**sizes, tied=tied))
 
 
 def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,13 +35,22 @@ def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def reference(dp: int) -> tuple[nn.Module, list[list[torch.Tensor]]]:
-    """Returns a plain model after training, and its losses by step and dp rank."""
+def evaluate(model: nn.Module) -> torch.Tensor:
+    """Returns the mean loss of a plain model on the validation batch."""
+    with torch.no_grad():
+        parts = zip(*(whole.chunk(MICRO_BATCHES) for whole in batch(VALIDATION, 0)), strict=True)
+        return torch.stack([loss_of(model(tokens), targets) for tokens, targets in parts]).mean()
+
+
+def reference(dp: int) -> tuple[nn.Module, list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Returns a plain model after training, its losses by step and dp rank, and its validation losses before steps."""
     model = gpt()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     losses: list[list[torch.Tensor]] = []
+    validation = []
     for step in range(STEPS):
         means, losses = [], [*losses, []]
+        validation.append(evaluate(model))
         for dp_rank in range(dp):
             found = []
             for tokens, targets in zip(*(whole.chunk(MICRO_BATCHES) for whole in batch(step, dp_rank)), strict=True):
@@ -52,11 +64,14 @@ def reference(dp: int) -> tuple[nn.Module, list[list[torch.Tensor]]]:
             parameter.grad = torch.stack(gradients).sum(0) / dp
         optimizer.step()
         optimizer.zero_grad()
-    return model, losses
+    return model, losses, [*validation, evaluate(model)]
 
 
 def train(session: shardwell.Session, model: nn.Module, schedule: str, tp: TensorParallelOptions) -> Any:
-    """The script of ``docs/parallelism.md``. Returns the losses of this trainer, and the means over the data ranks."""
+    """The script of ``docs/parallelism.md``, with evaluations.
+
+    Returns losses of this trainer, means over the data ranks, and validation losses in each step and after it.
+    """
     parallel = parallelize(
         model,
         session,
@@ -67,16 +82,20 @@ def train(session: shardwell.Session, model: nn.Module, schedule: str, tp: Tenso
         tp=tp,
     )
     optimizer = shardwell.optim.SGD(parallel.parameters(), lr=0.1)
-    losses, means = [], []
+    (tokens, targets), losses, means = batch(VALIDATION, 0), list[Any](), []
+    validation = [parallel.schedule.eval(tokens, target=targets)]
     for step in session.steps(STEPS):
         for tokens, targets in step.batches(batch):
+            inputs, wanted = batch(VALIDATION, 0)
+            validation.append(parallel.schedule.eval(inputs, target=wanted))
             losses.append(parallel.schedule.step(tokens, target=targets))
             step.log(loss=losses[-1], samples=len(tokens))
         optimizer.step()
         optimizer.zero_grad()
         means.append(dict(step.means))
+        validation.append(parallel.schedule.eval(inputs, target=wanted))
     assert "GPT in" in parallel.describe() and f"{schedule}, {MICRO_BATCHES} micro-batches" in parallel.describe()
-    return losses, means
+    return losses, means, validation
 
 
 def worker(
@@ -85,12 +104,16 @@ def worker(
     world = shardwell.World(*sizes)
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here") as session:
         options: TensorParallelOptions = {"fused_by_head": True, **tp}
-        losses, means = session.run_replica(lambda session: train(session, gpt(), schedule, options))
-        expected, expected_losses = reference(world.dp)
+        losses, means, validation = session.run_replica(lambda session: train(session, gpt(), schedule, options))
+        expected, expected_losses, expected_validation = reference(world.dp)
         tolerance = 0.0 if world.tp == 1 else 1e-6  # a matrix product in parts rounds differently
         for found, wanted in zip(losses, expected_losses, strict=True):
             if found is not None:
                 torch.testing.assert_close(found, wanted[session.dp_rank or 0], rtol=tolerance, atol=tolerance)
+        repeated = [value for value in expected_validation for _ in range(2)][1:]  # after a step, and in the next one
+        for found, value in zip(validation, [expected_validation[0], *repeated[:-1]], strict=True):
+            if found is not None:
+                torch.testing.assert_close(found, value, rtol=tolerance, atol=tolerance)
         for found, wanted in zip(means, expected_losses, strict=True):
             mean = sum(float(loss) for loss in wanted) / world.dp
             assert found == {"loss": pytest.approx(mean, rel=tolerance, abs=tolerance), "samples": BATCH}
@@ -129,8 +152,60 @@ def refused_worker(rank: int, address: str, run: str) -> None:
             parallelize(gpt(), session, example=short, schedule="2F2B", **options)
         with pytest.raises(UsageError, match="6 samples cannot be divided into 4 micro-batches"):
             parallelize(gpt(), session, example=short[:6], **options)
+        with pytest.raises(TiedParameterError, match="tied over the stages 0, 1, of which one trainer runs two"):
+            parallelize(gpt(tied=True), session, example=short, schedule="ZBVZeroBubble", **options)
+        with pytest.raises(UsageError, match=r"the split has 2 stages, but 1F1B.* needs 1"):
+            parallelize(gpt(), session, example=short, split=split_model(gpt(), 2), **options)
     gloo.leave()
 
 
 def test_parallelize_refuses_what_cannot_work_before_a_step(cluster: shardwell.LocalCluster) -> None:
     run_ranks(refused_worker, cluster.address, uuid.uuid4().hex)
+
+
+def accumulating_worker(
+    rank: int, address: str, run: str, sizes: tuple[int, int, int], tied: bool, together: bool
+) -> None:
+    with shardwell.join(address, run=run, world=shardwell.World(*sizes), global_rank=rank, host="here") as session:
+        tp: TensorParallelOptions = {"fused_by_head": True}
+        example = torch.empty(BATCH // 2, LENGTH, dtype=torch.int64, device="meta")
+        parallel = parallelize(
+            gpt(tied=tied), session, loss=half_loss, example=example, micro_batches=MICRO_BATCHES, tp=tp
+        )
+        optimizer, schedule = shardwell.optim.AdamW(parallel.parameters(), lr=0.01), parallel.schedule
+        for step in session.steps(STEPS):
+            for tokens, targets in step.batches(batch):
+                first, second = zip(tokens.chunk(2), targets.chunk(2), strict=True)
+                with schedule.no_sync() if together else nullcontext():
+                    schedule.step(first[0], target=first[1])
+                schedule.step(second[0], target=second[1])
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        stats, calls = session.stats(), 1 if together else 2
+        own = [unit for unit in session.units if unit.pushes]
+        assert stats["push_count"] == calls * STEPS * len(own)
+        assert stats["live_unit_bytes"] == 0
+    gloo.leave()
+
+
+def half_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return loss_of(logits, targets) / 2
+
+
+@pytest.mark.parametrize(("sizes", "tied"), [((2, 1, 2), True), ((1, 2, 2), False)], ids=str)
+def test_calls_without_a_push_between_them_give_the_same_bits(
+    cluster: shardwell.LocalCluster, sizes: tuple[int, int, int], tied: bool
+) -> None:
+    weights = []
+    for together in (False, True):
+        run = uuid.uuid4().hex
+        run_ranks(
+            accumulating_worker, cluster.address, run, sizes, tied, together, count=sizes[0] * sizes[1] * sizes[2]
+        )
+        plain = gpt(tied=tied)
+        with shardwell.attach(cluster.address, run=run) as reader:
+            reader.follow(plain)
+        weights.append(plain.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name

@@ -88,7 +88,13 @@ def evaluating_worker(rank: int, path: str, schedule: str) -> None:
     gloo.leave()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+QUICK = ("1F1B", "Interleaved1F1B", "DualPipeV")
+"""A schedule with one stage per trainer, one with several, and one with two consecutive stages."""
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.long]) for each in SCHEDULES]
+)
 def test_evaluations_have_the_bits_of_one_process_and_change_no_training(tmp_path: Path, schedule: str) -> None:
     run_ranks(evaluating_worker, str(tmp_path / "store"), schedule)
 
@@ -129,7 +135,9 @@ def accumulating_worker(rank: int, path: str, schedule: str) -> None:
     gloo.leave()
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "ZBVZeroBubble", pytest.param("Interleaved1F1B", marks=[pytest.mark.long])]
+)
 def test_several_calls_gather_and_push_once(tmp_path: Path, schedule: str) -> None:
     run_ranks(accumulating_worker, str(tmp_path / "store"), schedule)
 

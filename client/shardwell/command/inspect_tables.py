@@ -210,7 +210,8 @@ def _replicas(response: coordinator_pb2.DescribeWorldResponse) -> list[Renderabl
             ", ".join(replica.trainers),
             ", ".join(replica.missing) or "-",
         )
-    return [f"\n{len(response.replicas)} replicas", table]
+    count = len(response.replicas)
+    return [f"\n{count} {'replica' if count == 1 else 'replicas'}", table]
 
 
 def _stages(rank_assignment: coordinator_pb2.RankAssignment) -> str:

@@ -14,6 +14,7 @@ from shardwell.parallel.pipeline import Loss, PipelineSchedule, PipelineStage, S
 from shardwell.parallel.splitting import ModelSplit, micro_batch_of, split_model
 from shardwell.parallel.tensor import TensorParallelPlan, plan_tensor_parallel
 from shardwell.wrapping.auto_wrap import auto_wrap
+from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:
     from shardwell.session.session import Session
@@ -97,6 +98,7 @@ def parallelize(
 
     Raises:
         UsageError: The model cannot be divided like this. The message gives the reason.
+        TiedParameterError: One trainer has two stages that share a parameter.
         DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
     """
     world, inputs = session.world, (example,) if isinstance(example, torch.Tensor) else tuple(example)
@@ -105,6 +107,10 @@ def parallelize(
     )
     parts = [_micro_batch(value, plan) for value in inputs]
     split = split or split_model(model, plan.num_stages)
+    if len(split.stages) != plan.num_stages:
+        raise UsageError(f"the split has {len(split.stages)} stages, but {plan.describe()} needs {plan.num_stages}")
+    for tie in split.ties:
+        tie.check_holders(plan.holders)
     tensor_plan = tp if isinstance(tp, TensorParallelPlan) else plan_tensor_parallel(model, world.tp, **(tp or {}))
     policy = options.get("mp_policy")
     dtype = None if policy is None else policy.output_dtype or policy.param_dtype

@@ -24,9 +24,19 @@ from shardwell.grid.process_group import first_line, is_lost_peer
 from shardwell.membership.membership import START_AGAIN
 from shardwell.module.fully_shard import Accumulation
 from shardwell.monitor.step_times import StepPart
-from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
-from shardwell.parallel.micro_batches import KeywordNames, check_names, check_shapes, count_samples, detached, merge
-from shardwell.parallel.splitting import StageExample
+from shardwell.parallel.description import ModelDescription
+from shardwell.parallel.micro_batches import (
+    SEQUENCE_DIM,
+    KeywordNames,
+    check_names,
+    check_shapes,
+    count_samples,
+    detached,
+    merge,
+    sends_parts,
+)
+from shardwell.parallel.splitting import StageExample, micro_batch_of
+from shardwell.parallel.stage_descriptions import describe_by_hand, find_description
 from shardwell.seeds import derive_seed
 from shardwell.session.session import session_of
 from shardwell_wire.errors import ReplicaLostError, UsageError
@@ -438,9 +448,9 @@ class PipelineSchedule:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         _check_stages(plan, stages)
-        unknown = [StageDescription(index, (), ()) for index in range(plan.num_stages)]
-        for stage in stages:
-            plan.note_in(describe_model(stage.submod, "pipeline", unknown))
+        self._description = _description_of(plan, stages)
+        plan.note_in(self._description)
+        _check_sequence(self._description, stages)
         kind = _KINDS[plan.schedule]
         self.plan = plan
         self._stages, self._context = list(stages), context
@@ -607,9 +617,15 @@ class PipelineSchedule:
 
     def _check(self, inputs: Sequence[torch.Tensor], target: torch.Tensor | None, keywords: Mapping[str, Any]) -> None:
         check_names(keywords, [stage.keywords for stage in self._stages])
-        size = count_samples(inputs, target, keywords)
+        size, example = count_samples(inputs, target, keywords), self._description.micro_batch
         if size is not None:
-            self.plan.micro_batch_size(size)
+            rows = self.plan.micro_batch_size(size)
+            if example is not None and rows != example.batch and self.plan.num_stages > 1:
+                count = self.plan.num_micro_batches
+                raise UsageError(
+                    f"a batch of {size} samples, expected {count * example.batch}: {count} micro-batches with the "
+                    f"{example.batch} samples of the example. All work items must have the size of the example"
+                )
         for stage in self._stages:
             if stage.is_first and not stage.is_last:
                 check_shapes(inputs, stage.example.inputs, count=self.plan.num_micro_batches)
@@ -670,6 +686,33 @@ def _check_stages(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> None:
         )
     for stage in stages if plan.splits_backward else ():
         _check_single_use(plan, stage.stage_index, stage.submod)
+
+
+def _description_of(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> ModelDescription:
+    """Returns the description of the model. Trainers whose stages are built by hand exchange their descriptions."""
+    modules: dict[int, nn.Module] = {stage.stage_index: stage.submod for stage in stages}
+    if (known := find_description(modules, plan.num_stages)) is not None:
+        return known
+    first = next((stage.example for stage in stages if stage.is_first), None)
+    micro_batch = None if first is None else micro_batch_of(first.inputs, first.outputs)
+    group, device = stages[0].group, torch.device(stages[0].device)
+    return describe_by_hand(modules, micro_batch, num_stages=plan.num_stages, group=group, device=device)
+
+
+def _check_sequence(description: ModelDescription, stages: Sequence[PipelineStage]) -> None:
+    """Raises if stages send parts of the sequence, but their examples have the whole sequence."""
+    size = description.micro_batch
+    if not description.sequence_parallel or size is None:
+        return
+    cut = sends_parts(description.stages, list(description.styles.values()))
+    for stage in stages:
+        for value in stage.example.outputs if cut[stage.stage_index] else ():
+            if value.requires_grad and value.shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] == (size.length,):
+                raise UsageError(
+                    f"sequence parallelism: stage {stage.stage_index} sends a part of each sequence, but its example "
+                    f"has the shape {list(value.shape)} with all {size.length} tokens: make the examples with "
+                    "split.examples(..., tensor_plan=plan)"
+                )
 
 
 def _check_single_use(plan: SchedulePlan, index: int, module: nn.Module) -> None:
