@@ -122,6 +122,42 @@ def test_survivor_forms_its_replica_again_in_process(cluster: shardwell.LocalClu
     assert [result["state"]["models"] for result in results] == [2, 1]
 
 
+def test_others_learn_the_error_with_which_a_trainer_of_their_replica_has_ended(
+    cluster: shardwell.LocalCluster, undisturbed: Undisturbed
+) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (2, 1, 2))
+        failing = grid.start(1, "--fail-at-step", AT_STEP)
+        others = [grid.start(rank) for rank in (0, 2, 3)]
+        assert "ValueError: bad batch" in failing.finish()["stderr"]
+        noticed = time.monotonic()
+        ended = others[0].finish()
+        assert time.monotonic() - noticed < SOON_S
+        results = [other.finish() for other in others[1:]]
+    error = "ReplicaLostError: trainer 'trainer1' (logical rank 1) has left with ValueError: bad batch."
+    assert ended["returncode"] == 1 and error in ended["stderr"], ended
+    assert [result.get("sha256") for result in results] == [undisturbed[2, 1, 2][0]["sha256"]] * 2, results
+
+
+def test_trainer_that_comes_back_after_the_end_returns_and_all_of_them_may_go_on(
+    cluster: shardwell.LocalCluster, undisturbed: Undisturbed
+) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (1, 2, 1))
+        first = [grid.start(rank, "--in-process") for rank in range(2)]
+        results = [trainer.finish() for trainer in first]
+        started = time.monotonic()
+        again = grid.start(0, "--in-process").finish()
+        assert time.monotonic() - started < SOON_S
+        assert list(map(state_of, [again, *results])) == [undisturbed[1, 2, 1][rank] for rank in (0, 0, 1)]
+        assert again["state"]["models"] == 1 and not again["losses"]
+        more = [grid.start(rank, "--in-process", "--steps", STEPS + 2) for rank in range(2)]
+        results = [trainer.finish() for trainer in more]
+    assert [result["returncode"] for result in results] == [0, 0], results
+    assert [len(result["losses"]) for result in results] == [2, 2]
+    assert [result["state"]["models"] for result in results] == [2, 2], "without the other, and with it"
+
+
 def test_trainer_that_lost_its_lease_and_its_replica_go_on_in_process(
     cluster: shardwell.LocalCluster, undisturbed: Undisturbed
 ) -> None:

@@ -149,11 +149,13 @@ class Trainer:
         self.items[rank] = response.item
         return response.item
 
-    async def heartbeat(self) -> coordinator_pb2.HeartbeatResponse:
-        return await self.rpcs.call("Heartbeat", run=self.run, run_id=self.run_id, trainer=self.name, epoch=self.epoch)
+    async def heartbeat(self, **fields: Any) -> coordinator_pb2.HeartbeatResponse:
+        name = {"run": self.run, "run_id": self.run_id, "trainer": self.name, "epoch": self.epoch}
+        return await self.rpcs.call("Heartbeat", **name, **fields)
 
-    async def leave(self) -> None:
-        await self.rpcs.call("Leave", run=self.run, run_id=self.run_id, trainer=self.name, epoch=self.epoch)
+    async def leave(self, **fields: Any) -> None:
+        name = {"run": self.run, "run_id": self.run_id, "trainer": self.name, "epoch": self.epoch}
+        await self.rpcs.call("Leave", **name, **fields)
 
 
 class Rpcs:

@@ -4,7 +4,7 @@
 --at-step K] [--in-process]`` sends a signal to itself in the forward of step K, once. ``--in-process``: it forms its
 replica again in the same process. The stage has a buffer, and the run tracks an LR scheduler. ``--client-side NAME``
 selects torch's optimizer of that name on the trainers. ``--kill-in-update K`` kills the process during the update of
-step K, after one segment of a partition is updated.
+step K, after one segment of a partition is updated. ``--fail-at-step K`` raises ValueError in the loop of step K.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Script:
                 schedule.step(tokens, target=targets)
                 print(json.dumps({"step": step.number, "loss": 0.0}), flush=True)
                 self._pause(step.number)
+                if step.number == self._options.fail_at_step:
+                    raise ValueError("bad batch")
             optimizer.clip_grad_norm_(0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -117,6 +119,7 @@ def main() -> None:
     for name, default in (("dp", 1), ("tp", 1), ("pp", 1), ("global-rank", None), ("steps", 5), ("signal", 9)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--at-step", type=int)
+    parser.add_argument("--fail-at-step", type=int)
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--checkpoint-every", type=int)

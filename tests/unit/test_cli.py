@@ -144,6 +144,28 @@ def test_min_trainers_is_limited_to_the_launched_trainers(num_trainers: int, dp:
     assert (environment["PATH"], environment["SHARDWELL_RUN"], environment["OMP_NUM_THREADS"]) == ("p", "r", "4")
 
 
+def test_trainers_get_numbers_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def environments(*options: str) -> list[tuple[str, str | None]]:
+        made = plan(tmp_path, "--num-trainers", "2", *options)
+        inherited = {"LOCAL_RANK": "9", **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
+        found = [made.environment("t", "a:1", inherited, local_rank=index) for index in range(2)]
+        return [(each["LOCAL_RANK"], each.get("CUDA_VISIBLE_DEVICES")) for each in found]
+
+    monkeypatch.setattr(launch, "_count_gpus", lambda: 4)
+    visible: str | None = None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environments() == [("0", None), ("1", None)]
+    assert environments("--gpus-per-trainer", "2") == [("0", "0,1"), ("0", "2,3")]
+    with pytest.raises(shardwell.UsageError, match=r"--gpus-per-trainer 3 with 2 trainers needs 6 GPUs, and .* has 4$"):
+        environments("--gpus-per-trainer", "3")
+    visible = "GPU-a,GPU-b,GPU-c"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert environments() == [("0", visible), ("1", visible)]
+    assert environments("--gpus-per-trainer", "1") == [("0", "GPU-a"), ("0", "GPU-b")]
+    with pytest.raises(shardwell.UsageError, match=r"has 3 \(CUDA_VISIBLE_DEVICES=GPU-a,GPU-b,GPU-c\)"):
+        environments("--gpus-per-trainer", "2")
+
+
 def test_exit_codes_are_described() -> None:
     assert [describe_exit(code) for code in (3, 137, 255)] == [
         "ended with exit code 3",

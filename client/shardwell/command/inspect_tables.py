@@ -178,7 +178,9 @@ def checkpoint_lines(checkpoints: coordinator_pb2.CheckpointSummary) -> list[str
 
 def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     """Renders ``shardwell world``."""
-    table = listing_table("RANK", "DP", "TP", "PP", "DP GROUP", "TP GROUP", "PP GROUP", "STAGES", "TRAINER", "HOST")
+    devices = ("DEVICE",) if any(each.HasField("device") for each in response.rank_assignments) else ()
+    groups_of = ("DP GROUP", "TP GROUP", "PP GROUP", "STAGES")
+    table = listing_table("RANK", "DP", "TP", "PP", *groups_of, "TRAINER", "HOST", *devices)
     for summary in response.rank_assignments:
         at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
         groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in rank_assignment.groups}
@@ -189,6 +191,7 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
             _stages(rank_assignment),
             summary.trainer or "-",
             summary.host or "-",
+            *(summary.device.name or "-" for _ in devices),
         )
     return Group(
         f"{World.from_proto(response.world)}: {response.world_size} ranks",

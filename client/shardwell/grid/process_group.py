@@ -31,6 +31,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
+
+from shardwell_wire.errors import ReplicaLostError
 
 _GLOO = re.compile(
     r"gloo.*(closed by peer|reset by peer|broken pipe|timed out|connect timeout|socket closed)",
@@ -191,6 +194,50 @@ class ReplicaProcessGroup:
         dist.destroy_process_group()
         self._group = None
         _forget_meshes()
+
+
+_ABSENT_NAME = "shardwell_absent"
+
+
+class AbsentTrainers(dist.ProcessGroup):
+    """A process group of this trainer alone, in which all collectives are refused. Models can be divided over it.
+
+    Args:
+        store: Not used.
+        rank: This trainer's rank.
+        size: Number of trainers.
+        timeout: Not used.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the constructor for subclasses
+
+    @property
+    def group_name(self) -> GroupName:
+        """Name by which torch finds the group."""
+        return distributed_c10d._world.pg_names[self]
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise absent_error()
+
+    allgather = allgather_coalesced = all_gather_single = allreduce = allreduce_coalesced = _refuse
+    alltoall = all_to_all_single = barrier = broadcast = gather = monitored_barrier = _refuse
+    reduce = reduce_scatter = reduce_scatter_single = scatter = send = recv = recv_anysource = _refuse
+
+    @classmethod
+    def register(cls) -> str:
+        """Makes torch know the group; returns the name of its backend."""
+        if _ABSENT_NAME not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_ABSENT_NAME, cls, devices=["cpu", "cuda"])
+        return _ABSENT_NAME
+
+
+def absent_error() -> ReplicaLostError:
+    """Returns the error for a trainer that cannot compute without the other trainers of its replica."""
+    return ReplicaLostError(
+        "the other trainers of this replica have ended their training, and this trainer has steps or collectives left: "
+        "start all trainers of the replica to continue the run"
+    )
 
 
 def _abort_groups(group: Any) -> None:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import hashlib
 import importlib
 import logging
+import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwell.grid.process_group import ReplicaProcessGroup, first_line, is_lost_peer
+from shardwell.grid.devices import choose_device
+from shardwell.grid.process_group import (
+    AbsentTrainers,
+    ReplicaProcessGroup,
+    absent_error,
+    first_line,
+    is_lost_peer,
+)
 from shardwell.grid.replica_store import ReplicaStore
 from shardwell.membership.membership import START_AGAIN, Membership
 from shardwell.options import JoinConfig
 from shardwell.peers.host_folder import HostFolder
-from shardwell.peers.node_group import CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
+from shardwell.peers.node_group import BACKENDS, CONNECTED, MemberGoneError, NodeGroup, NodeRendezvous, Outcome
 from shardwell_wire.errors import (
     DeadlineError,
     ReplicaLostError,
@@ -45,7 +55,7 @@ CONNECT_LIMIT_S = 60.0
 # ---- the device mesh ----
 
 
-def device_mesh(membership: Membership, step: int, *, host: str, device_type: str) -> DeviceMesh:
+def device_mesh(membership: Membership, step: int, *, device_type: str, wait_limit_s: float) -> DeviceMesh:
     """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
 
     Creates the default process group if there is none: the trainer of logical rank 0 hosts its store, and the
@@ -54,27 +64,66 @@ def device_mesh(membership: Membership, step: int, *, host: str, device_type: st
     Args:
         membership: This trainer's membership in the run.
         step: Number of committed steps.
-        host: Name or address under which other trainers reach this host.
         device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
+        wait_limit_s: Longest wait for the other trainers, and of a collective for a trainer that does not answer.
 
     Raises:
-        UsageError: This trainer plays no logical rank or several.
+        UsageError: This trainer plays no logical rank or several, or the default process group does not consist of the
+            run's logical ranks.
         DeadlineError: Other trainers did not call in time.
     """
     world, ranks = membership.world, membership.rank_assignments
     if len(ranks) != 1:
         raise UsageError(f"a device mesh needs one trainer per logical rank; this one plays {len(ranks)} of {world}")
+    rank, timeout = ranks[0].coordinates.global_rank, timedelta(seconds=wait_limit_s)
+    if dist.is_initialized() and (dist.get_world_size(), dist.get_rank()) != (world.size, rank):
+        raise UsageError(
+            f"torch.distributed is initialised with {dist.get_world_size()} processes, of which this is number "
+            f"{dist.get_rank()}: session.device_mesh() needs a default process group of all {world.size} logical "
+            f"ranks, in which this trainer is number {rank}. session.replica_mesh() makes one of the replica only: "
+            "call one of the two, or leave init_process_group to session.device_mesh()"
+        )
+    choose_device(membership, device_type, position=rank)
     if not dist.is_initialized():
-        rank = ranks[0].coordinates.global_rank
         if rank == 0:
-            store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+            host = reachable_address(membership.host, membership.coordinator_address)
+            store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False, timeout=timeout)
             membership.exchange_address(step, _STORE_NAME, f"{host}:{store.port}")
         else:
             found, _, port = membership.exchange_address(step, _STORE_NAME, None).rpartition(":")
-            store = TCPStore(found, int(port), world.size, is_master=False)
-        dist.init_process_group(check_backend(device_type, None), store=store, rank=rank, world_size=world.size)
+            store = TCPStore(found, int(port), world.size, is_master=False, timeout=timeout)
+        backend = check_backend(device_type, None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world.size, timeout=timeout)
     shape = [getattr(world, axis) for axis in world.order]
     return DeviceMesh(device_type, torch.arange(world.size).view(shape), mesh_dim_names=world.order)
+
+
+def reachable_address(host: str, coordinator: str) -> str:
+    """Returns a name or an address under which the other trainers of a run reach this machine.
+
+    Args:
+        host: The trainer's host. May be a label that is no address.
+        coordinator: Address of the coordinator, host:port.
+
+    Raises:
+        UsageError: The host is no address of this machine, and no network leads to the coordinator.
+    """
+    with suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
+                attempt.bind((address[0], 0))
+                return host
+    name, _, port = coordinator.rpartition(":")
+    try:
+        family, kind, *_, target = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as route:
+            route.connect(target)  # sends nothing
+            return str(route.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"session.device_mesh(): host {host!r} is no address of this machine, and its address towards the "
+            f"coordinator at {coordinator} is not known ({error}): pass join(host=ADDRESS)"
+        ) from error
 
 
 # ---- the node group ----
@@ -101,6 +150,7 @@ def form_node_group(membership: Membership, config: JoinConfig) -> NodeGroup | N
     """
     backend = config.transfers.node_group
     try:
+        choose_device(membership, BACKENDS[backend])
         members = _find_members(membership, config)
         if members is None:
             return None
@@ -176,6 +226,13 @@ def meet(members: NodeMembers) -> tuple[NodeRendezvous, HostFolder]:
 
 
 _GLOO, _NCCL = "gloo", "nccl"
+_NEWS_LIMIT_S = 1.0
+"""Longest wait for the coordinator's news about a trainer that does not answer."""
+
+SUCCESSOR_LIMIT_S = 10.0
+"""Longest wait for a spare or a restarted trainer in the place of a trainer that has left with an error. The error of a
+training script mostly comes again, so this is much shorter than the wait for a trainer that was lost."""
+
 _PAUSE_S = 0.05
 """Pause between two questions to the coordinator while members are missing."""
 
@@ -200,6 +257,10 @@ class ReplicaMembers:
     """This trainer's rank in the replica: by tp rank, then by pp rank."""
     missing: tuple[str, ...]
     """Trainers that are gone and not replaced yet."""
+    errors: tuple[str, ...] = ()
+    """Errors with which missing trainers have left, and their ranks."""
+    ended: bool = False
+    """True if the training loop of a trainer of the run has ended and nothing was committed since."""
 
 
 class ReplicaGroup:
@@ -215,6 +276,11 @@ class ReplicaGroup:
         self._group: ReplicaProcessGroup | None = None
         self.epoch = 0
         """Epoch of the replica whose group was formed last, or was to be formed. Stays when the group is closed."""
+        self.may_be_alone = False
+        """True if the caller goes on after the error of a group without the other trainers. See ``is_alone``."""
+        self.is_alone = False
+        """True if the group has no other trainers, because the run has ended: this trainer finds out whether its loop
+        has steps left."""
         membership.replica_epoch.when_void = self._end_collectives
 
     def mesh(self, device_type: str, backend: str | None = None) -> DeviceMesh:
@@ -237,11 +303,11 @@ class ReplicaGroup:
             if self._group is not None and members.epoch == self.epoch:
                 return self._group.mesh
             try:
-                self._form(members, device_type, backend)
+                self._form(members, device_type, backend, alone=members.ended and self.may_be_alone)
             except StaleEpochError as error:  # the store ended: the trainers of the replica have changed meanwhile
                 logger.info("replica %d: %s", members.dp_rank, error)
 
-    def _form(self, members: ReplicaMembers, device_type: str, backend: str) -> None:
+    def _form(self, members: ReplicaMembers, device_type: str, backend: str, *, alone: bool) -> None:
         self.close(lost=True)
         self.epoch = members.epoch
         if dist.is_initialized():
@@ -251,19 +317,26 @@ class ReplicaGroup:
             )
         world = self._membership.world
         size = world.tp * world.pp
+        choose_device(self._membership, device_type, position=members.rank, shared=backend == _GLOO)
+        self.is_alone = alone and size > 1
         self._group = ReplicaProcessGroup(
-            backend,
+            AbsentTrainers.register() if self.is_alone else backend,
             device_type,
-            ReplicaStore(self._membership, members.epoch) if size > 1 else HashStore(),
+            ReplicaStore(self._membership, members.epoch) if size > 1 and not self.is_alone else HashStore(),
             rank=members.rank,
             shape=(world.tp, world.pp),
             timeout_s=self._wait_limit_s,
         )
+        if self.is_alone:
+            logger.info("replica %d: the run has ended, so this trainer does not wait for the others", members.dp_rank)
+            return
         self._membership.replica_epoch.form(members.epoch, members.dp_rank)
         logger.info("replica %d: %d trainers formed a process group over %s", members.dp_rank, size, backend)
 
     def require_valid(self) -> None:
         """Raises ReplicaLostError if the trainers of the replica have changed since the process group was formed."""
+        if self.is_alone:
+            raise absent_error()
         self._membership.replica_epoch.require_valid()
 
     def require_results(self) -> None:
@@ -292,7 +365,7 @@ class ReplicaGroup:
         except Exception as error:
             if not is_lost_peer(error):
                 raise
-            raise ReplicaLostError(f"a trainer of this replica was lost: {START_AGAIN}. {first_line(error)}") from error
+            raise self.lost_error(error) from error
         self.require_results()
         if not is_same:
             raise ReplicaLostError(
@@ -300,19 +373,57 @@ class ReplicaGroup:
                 f"{item.attempt} is this trainer's. To go on, {START_AGAIN}"
             )
 
+    def lost_error(self, error: BaseException) -> ReplicaLostError:
+        """Returns the error for a collective that failed because another trainer does not answer.
+
+        Waits a moment for the coordinator, which knows with which error the other trainer has left, if it has.
+        """
+        epoch = self._membership.replica_epoch
+        if epoch.wait_until_void(_NEWS_LIMIT_S):
+            return epoch.lost_error()
+        return ReplicaLostError(
+            f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
+        )
+
+    def wait_for_successors(self) -> None:
+        """Waits for trainers in the places of those that have left with an error since the group was formed.
+
+        Raises:
+            ReplicaLostError: There are none after ``SUCCESSOR_LIMIT_S``. Names the trainers, their ranks and errors.
+        """
+        epoch = self._membership.replica_epoch
+        if not epoch.formed:
+            return
+        epoch.wait_until_void(_NEWS_LIMIT_S)
+        deadline = time.monotonic() + SUCCESSOR_LIMIT_S
+        while epoch.error and (errors := self._members(member=False).errors):
+            if time.monotonic() > deadline:
+                raise ReplicaLostError(
+                    f"{'; '.join(errors)}. No trainer has taken its place in {SUCCESSOR_LIMIT_S:.0f} s, so this "
+                    "trainer ends, too: remove the cause, and start all trainers of the replica again"
+                )
+            time.sleep(_PAUSE_S)
+
     def _wait_for_members(self) -> ReplicaMembers:
         deadline = time.monotonic() + self._wait_limit_s
         while (members := self._members()).missing:
+            if members.ended and self.may_be_alone:
+                break
             if time.monotonic() > deadline:
+                errors = f" ({'; '.join(members.errors)})" if members.errors else ""
                 raise DeadlineError(
                     f"waited {self._wait_limit_s:.0f} s for the trainers of replica {members.dp_rank}: "
-                    f"{list(members.missing)} are gone and not replaced"
+                    f"{list(members.missing)} are gone and not replaced{errors}"
                 )
             time.sleep(_PAUSE_S)
         return members
 
-    def _members(self) -> ReplicaMembers:
-        """Asks the coordinator for the trainers of this trainer's replica."""
+    def _members(self, *, member: bool = True) -> ReplicaMembers:
+        """Asks the coordinator for the trainers of this trainer's replica.
+
+        Args:
+            member: Whether to raise StaleEpochError if the membership has lapsed.
+        """
         membership, world = self._membership, self._membership.world
         ranks = [assignment.coordinates for assignment in membership.rank_assignments]
         if len({(rank.tp_rank, rank.pp_rank) for rank in ranks}) != 1:
@@ -324,12 +435,19 @@ class ReplicaGroup:
         if world.tp * world.pp == 1:
             return ReplicaMembers(own.dp_rank, epoch=0, rank=0, missing=())
         described: coordinator_pb2.DescribeWorldResponse = membership.call(
-            "DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=membership.run)
+            "DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=membership.run), member=member
         )
         rank = own.tp_rank * world.pp + own.pp_rank
         for replica in described.replicas:
             if membership.trainer in replica.trainers:
-                return ReplicaMembers(own.dp_rank, replica.replica_epoch, rank, tuple(replica.missing))
+                return ReplicaMembers(
+                    own.dp_rank,
+                    replica.replica_epoch,
+                    rank,
+                    missing=tuple(replica.missing),
+                    errors=tuple(replica.errors),
+                    ended=described.ended,
+                )
         return ReplicaMembers(own.dp_rank, 0, rank, missing=(f"the replica of {membership.trainer!r}",))
 
     def _end_collectives(self) -> None:
@@ -350,6 +468,7 @@ class ReplicaGroup:
         """
         lost = lost or self._membership.replica_epoch.is_void
         self._membership.replica_epoch.close()
+        self.is_alone = False
         group, self._group = self._group, None
         if group is not None:
             group.close(lost=lost)

@@ -164,6 +164,10 @@ class TrainerReports:
     """Returns the servers that cannot be reached."""
     item: ItemInWork | None = None
     """The work item that the trainer computes."""
+    device: coordinator_pb2.TrainerDevice | None = None
+    """The device that the trainer has chosen."""
+    ended_step: int | None = None
+    """Number of committed steps at which the training loop has ended. None: it has not ended."""
 
 
 class Heartbeats:
@@ -204,6 +208,10 @@ class Heartbeats:
         request.unreachable.extend(self._reports.unreachable())
         if (item := self._reports.item) is not None:
             request.item_in_progress.CopyFrom(item.to_proto())
+        if (device := self._reports.device) is not None:
+            request.device.CopyFrom(device)
+        if (ended_step := self._reports.ended_step) is not None:
+            request.ended_step = ended_step
         response: coordinator_pb2.HeartbeatResponse = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
         self._note_news(response)
         return response

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,11 @@ class Membership:
     def coordinator_address(self) -> str:
         """Address of the coordinator, host:port."""
         return self._coordinator.address
+
+    @property
+    def host(self) -> str:
+        """Name of this trainer's host."""
+        return self._config.host
 
     # ---- calls ----
 
@@ -501,18 +507,45 @@ class Membership:
         self._start(joined)
         return joined
 
-    def leave(self) -> None:
-        """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended."""
+    def report_device(self, device: coordinator_pb2.TrainerDevice) -> str:
+        """Reports the device that this trainer is going to use.
+
+        Returns:
+            Name of another trainer that uses it, while one of the two does not share it. Empty: there is none.
+        """
+        self.reports.device = device
+        answer = self._ask()
+        user = "" if answer is None else answer.device_user
+        if user:
+            self.reports.device = None
+        return user
+
+    def note_loop(self, ended_step: int | None) -> None:
+        """Records that the training loop has begun, or at which number of committed steps it has ended.
+
+        The coordinator learns the end at once: a trainer of this replica that joins later need not wait for this one.
+        """
+        self.reports.ended_step = ended_step
+        if ended_step is not None and self.world.replica_size > 1:
+            with suppress(ShardwellError):  # whatever it is, the loop has ended
+                self.ask()
+
+    def leave(self, error: str = "") -> None:
+        """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended.
+
+        Args:
+            error: The error that ended the training script, for the other trainers of the replica. Empty: none.
+        """
         self._over.set()
         self._heartbeats.join(self._config.waits.rpc_timeout_s)
         if self.valid:
             request = coordinator_pb2.LeaveRequest(
-                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch
+                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch, error=error
             )
             try:
                 self._coordinator.call("Leave", request, timeout_s=_LEAVE_TIMEOUT_S)
-            except ShardwellError as error:
-                logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, error)
+            except ShardwellError as failure:
+                logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, failure)
         self._stream.close()
         self._close(StaleEpochError("the session is closed"))
 
@@ -530,7 +563,7 @@ class Membership:
         if isinstance(news, coordinator_pb2.HeartbeatResponse):
             self._token.renew(news.token)
         else:
-            self.replica_epoch.announce(news.replica_epoch)
+            self.replica_epoch.announce(news.replica_epoch, news.replica_error)
             self._notices.show(news.notices)
             if news.HasField("calls"):
                 self._coordinator.use_calls(news.calls)
@@ -602,7 +635,9 @@ class ReplicaEpoch:
         self._announced = self._dp_rank = 0
         self.formed = 0
         """Epoch of the process group with the other trainers of the replica. 0: this trainer has none."""
-        self._lock = threading.Lock()
+        self.error = ""
+        """Error with which a trainer has left since the group was formed, and its ranks. Empty: none is known."""
+        self._changed = threading.Condition()
         self.when_void: Callable[[], None] = lambda: None
 
     @property
@@ -610,12 +645,27 @@ class ReplicaEpoch:
         """True if the trainer has a process group, and the trainers of its replica have changed since it was formed."""
         return 0 < self.formed < self._announced
 
-    def announce(self, epoch: int) -> None:
-        """Records an epoch that the coordinator announced. 0: the trainer has no replica with other trainers."""
-        with self._lock:
+    def announce(self, epoch: int, error: str = "") -> None:
+        """Records an epoch that the coordinator announced.
+
+        Args:
+            epoch: The epoch. 0: the trainer has no replica with other trainers.
+            error: With which error a trainer has left, and its ranks, if the replica has the epoch for this reason.
+        """
+        with self._changed:
             risen, self._announced = epoch > self._announced, max(epoch, self._announced)
+            self.error = error or self.error
+            self._changed.notify_all()
         if risen and self.is_void:
             self.when_void()
+
+    def wait_until_void(self, limit_s: float) -> bool:
+        """Waits until the process group is void; returns whether it is.
+
+        A collective may fail before the coordinator tells why.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_void, limit_s)
 
     def form(self, epoch: int, dp_rank: int) -> None:
         """Records that the process group of an epoch exists.
@@ -624,7 +674,7 @@ class ReplicaEpoch:
             epoch: The epoch. 0: the trainer is a replica by itself.
             dp_rank: Names the replica in messages.
         """
-        self.formed, self._dp_rank = epoch, dp_rank
+        self.formed, self._dp_rank, self.error = epoch, dp_rank, ""
 
     def close(self) -> None:
         """Records that the process group is closed."""
@@ -637,7 +687,13 @@ class ReplicaEpoch:
 
     def lost_error(self) -> ReplicaLostError:
         """Returns the error for a void process group."""
+        epochs = f"(epoch {self.formed}, now {self._announced})"
+        if self.error:
+            return ReplicaLostError(
+                f"{self.error}. The process group of replica {self._dp_rank} is void {epochs}: remove the cause, and "
+                f"{START_AGAIN}"
+            )
         return ReplicaLostError(
-            f"a trainer of replica {self._dp_rank} was lost or replaced, so the replica's process group is void (epoch "
-            f"{self.formed}, now {self._announced}): {START_AGAIN}"
+            f"a trainer of replica {self._dp_rank} was lost or replaced, so the replica's process group is void "
+            f"{epochs}: {START_AGAIN}"
         )

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from shardwell.grid.process_group import first_line, is_lost_peer
-from shardwell.membership.membership import START_AGAIN
+from shardwell.grid.process_group import is_lost_peer
 from shardwell.module.fully_shard import Accumulation
 from shardwell.monitor.step_times import StepPart
 from shardwell.parallel.description import ModelDescription
@@ -38,8 +37,8 @@ from shardwell.parallel.micro_batches import (
 from shardwell.parallel.splitting import StageExample, micro_batch_of
 from shardwell.parallel.stage_descriptions import describe_by_hand, find_description
 from shardwell.seeds import derive_seed
-from shardwell.session.session import session_of
-from shardwell_wire.errors import ReplicaLostError, UsageError
+from shardwell.session.session import Session, session_of
+from shardwell_wire.errors import UsageError
 
 
 class PipelineStage(pipelining.PipelineStage):
@@ -531,6 +530,11 @@ class PipelineSchedule:
             if parameter is not None and parameter.device.type == "cpu" and (session := session_of(parameter)):
                 session.monitor.add(StepPart.PIPELINE_BUBBLE, max(0.0, idle_s))
 
+    @property
+    def _session(self) -> Session | None:
+        parameters = (parameter for stage in self._stages for parameter in stage.submod.parameters())
+        return next((session for parameter in parameters if (session := session_of(parameter)) is not None), None)
+
     @overload
     def eval(
         self,
@@ -650,10 +654,8 @@ class PipelineSchedule:
         except BaseException as error:
             for stage in self._stages:
                 stage.abandon()
-            if is_lost_peer(error):
-                raise ReplicaLostError(
-                    f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
-                ) from error
+            if is_lost_peer(error) and (session := self._session) is not None:
+                raise session.replica_lost_error(error) from error
             raise
 
     def _busy_s(self) -> float:

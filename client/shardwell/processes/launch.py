@@ -50,7 +50,7 @@ Every option of shardwell.join has a variable, which the trainers inherit:
   SHARDWELL_GATHER_DTYPE=bfloat16 SHARDWELL_WAIT_LIMIT_S=60 shardwell launch train.py
 
 The script calls shardwell.join() without arguments. The launcher sets SHARDWELL_ADDRESS, SHARDWELL_RUN,
-SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP and SHARDWELL_MIN_TRAINERS.
+SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP, SHARDWELL_MIN_TRAINERS and LOCAL_RANK.
 When a trainer dies, the other trainers continue and take over its work.
 """
 
@@ -69,15 +69,25 @@ class LaunchPlan:
     """The grid of logical ranks."""
     max_restarts: int = 0
     """How often each trainer may be restarted."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that trainers see, as in CUDA_VISIBLE_DEVICES, by trainer. Empty: each sees all GPUs."""
 
-    def environment(self, trainer: str, address: str, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment of one trainer: inherited variables, and those that ``shardwell.join`` reads."""
+    def environment(
+        self, trainer: str, address: str, inherited: Mapping[str, str], *, local_rank: int = 0
+    ) -> dict[str, str]:
+        """Returns the environment of one trainer: inherited variables, and those that ``shardwell.join`` reads.
+
+        LOCAL_RANK is the index of the trainer's GPU among those that it sees.
+        """
+        gpus = {"CUDA_VISIBLE_DEVICES": self.gpus[local_rank]} if self.gpus else {}
         world, live = self.world, {"SHARDWELL_LIVE_OUTPUT": "1"} if sys.stdout.isatty() else {}
         return {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             **live,
             **inherited,
+            **gpus,
+            "LOCAL_RANK": "0" if self.gpus else str(local_rank),
             "SHARDWELL_ADDRESS": address,
             "SHARDWELL_RUN": self.run,
             "SHARDWELL_TRAINER": trainer,
@@ -117,6 +127,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="with --coordinator: start a relay for the trainers of this host, which fetches each weight once for all "
         "of them and adds their gradients; needs the cluster's key, see shardwell-server relay",
     )
+    parser.add_argument(
+        "--gpus-per-trainer",
+        type=_positive,
+        metavar="N",
+        help="each trainer sees N GPUs of its own (CUDA_VISIBLE_DEVICES) with LOCAL_RANK=0 (default: it sees all, and "
+        "LOCAL_RANK is its number)",
+    )
     parser.add_argument("--log-dir", metavar="DIR", help="folder for the private cluster's logs (default: temporary)")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -137,7 +154,8 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
     """Returns the plan for command line arguments.
 
     Raises:
-        UsageError: The script does not exist, the address is invalid, or the number of trainers does not fit the axes.
+        UsageError: The script does not exist, the address is invalid, the number of trainers does not fit the axes, or
+            there are too few GPUs.
     """
     if not Path(arguments.script).is_file():
         raise UsageError(f"no such script: {arguments.script}")
@@ -157,7 +175,26 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
         num_trainers=arguments.num_trainers,
         world=World(dp=dp, tp=arguments.tp, pp=arguments.pp),
         max_restarts=arguments.restart,
+        gpus=_divide_gpus(arguments.gpus_per_trainer, arguments.num_trainers) if arguments.gpus_per_trainer else (),
     )
+
+
+def _divide_gpus(per_trainer: int, num_trainers: int) -> tuple[str, ...]:
+    """Returns CUDA_VISIBLE_DEVICES of each trainer."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed.split(",") if listed else [str(index) for index in range(_count_gpus())]
+    if len(visible) < per_trainer * num_trainers:
+        raise UsageError(
+            f"--gpus-per-trainer {per_trainer} with {num_trainers} trainers needs {per_trainer * num_trainers} GPUs, "
+            f"and this host has {len(visible)}" + (f" (CUDA_VISIBLE_DEVICES={listed})" if listed else "")
+        )
+    return tuple(",".join(visible[index * per_trainer :][:per_trainer]) for index in range(num_trainers))
+
+
+def _count_gpus() -> int:
+    import torch  # takes a second, which other launches do not need
+
+    return torch.cuda.device_count()
 
 
 def _positive(text: str) -> int:
@@ -281,8 +318,9 @@ class _Launch:
         plan = self._plan
         _print(f"run {plan.run!r} on {self._address}: starting {plan.num_trainers} trainers for {plan.world}")
         try:
-            for name in (f"trainer-{index}" for index in range(self._plan.num_trainers)):
-                environment = self._plan.environment(name, self._address, self._environment)
+            for index in range(self._plan.num_trainers):
+                name = f"trainer-{index}"
+                environment = self._plan.environment(name, self._address, self._environment, local_rank=index)
                 self._trainers.append(TrainerProcess(name, self._plan.command, environment))
             return self._watch()
         except _Stop as stop:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Self, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwell.find_credentials import find_credentials
 from shardwell.grid import replica
+from shardwell.grid.devices import choose_device
 from shardwell.grid.process_group import is_lost_peer
 from shardwell.grid.replica import ReplicaGroup, import_first_uses
 from shardwell.membership.membership import Membership
@@ -32,7 +35,7 @@ from shardwell.training.training_step import Step, TrainingLoop
 from shardwell.training.work_items import preemption
 from shardwell.transport import service_client
 from shardwell.transport.service_client import CoordinatorClient, save_checkpoint
-from shardwell_wire.errors import ReplicaLostError, ShardwellError, UsageError
+from shardwell_wire.errors import ReplicaLostError, RunDeletedError, ShardwellError, StaleEpochError, UsageError
 from shardwell_wire.model.topology import Consistency, World
 from shardwell_wire.security.tls import TlsOptions
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -187,7 +190,7 @@ class Session:
         self._start_training()
         service_client.watch(_disown_all)
         _open_sessions.add(self)
-        atexit.register(self.close)
+        atexit.register(self._leave_at_exit)
         self._log_ranks()
         if self.run == DEFAULT_RUN and self.step:
             logger.warning(
@@ -426,21 +429,44 @@ class Session:
         request = coordinator_pb2.ExplainStallRequest(run=self.run)
         return list(self.coordinator.call("ExplainStall", request).waiting_for)
 
-    # ---- process groups ----
+    # ---- devices and process groups ----
+
+    def device(self, device_type: str | None = None, *, shared: bool = False) -> torch.device:
+        """Chooses the device that this trainer computes on, makes it current, and returns it.
+
+        The index is LOCAL_RANK, which ``shardwell launch`` and torchrun set. A trainer that sees one GPU only takes
+        this one, and a current device that the script has set before stays. Without LOCAL_RANK, it is the first GPU
+        that no other trainer of the run uses. The trainer reports its GPU, and ``shardwell world RUN`` shows it.
+        ``replica_mesh`` and ``device_mesh`` choose the device likewise.
+
+        Args:
+            device_type: ``cuda``, ``cpu`` or another type of torch. Default: ``cuda`` if there is a GPU, else ``cpu``.
+            shared: True if several trainers may use the device. All of them pass True.
+
+        Raises:
+            UsageError: There is no such device, or another trainer of the run uses it.
+        """
+        if device_type is None:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        return choose_device(self._membership, device_type, position=self.global_rank or 0, shared=shared)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
         """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
 
-        Creates the default process group of ``torch.distributed`` if there is none.
+        Creates the default process group of ``torch.distributed`` if there is none. The trainer of logical rank 0 hosts
+        its store, at ``join(host=)`` if this is an address of its machine, or else at the address from which it reaches
+        the coordinator.
 
         Args:
-            device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
+            device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL. The device is that of ``device``.
 
         Raises:
-            UsageError: This trainer plays no logical rank or several.
+            UsageError: This trainer plays no logical rank or several; the default process group does not consist of
+                the run's logical ranks, such as that of ``replica_mesh``; or as ``device``.
             DeadlineError: Other trainers did not call in time.
         """
-        return replica.device_mesh(self._membership, self.step, host=self.config.host, device_type=device_type)
+        wait_limit_s = self.config.waits.wait_limit_s
+        return replica.device_mesh(self._membership, self.step, device_type=device_type, wait_limit_s=wait_limit_s)
 
     def replica_mesh(self, device_type: str = "cpu", *, backend: str | None = None) -> DeviceMesh:
         """Returns a mesh of this trainer's replica, with the axes ``tp`` and ``pp`` of tensor and pipeline parallelism.
@@ -451,13 +477,13 @@ class Session:
         ``run_replica`` calls the function that builds the modules again.
 
         Args:
-            device_type: Device type of the mesh.
-            backend: Backend of the process group, such as ``gloo`` for trainers that share one GPU in tests. Default:
-                ``nccl`` for ``cuda``, otherwise ``gloo``.
+            device_type: Device type of the mesh. The device is that of ``device``.
+            backend: Backend of the process group. Default: ``nccl`` for ``cuda``, otherwise ``gloo``. With ``gloo`` on
+                ``cuda``, such as in tests, several trainers may share one GPU.
 
         Raises:
             UsageError: This trainer plays no logical rank or several, a default process group exists, or the backend
-                does not serve the device type.
+                does not serve the device type; or as ``device``.
             DeadlineError: The other trainers of the replica did not call in ``wait_limit_s``.
         """
         while True:
@@ -478,13 +504,19 @@ class Session:
         A trainer may get another place in the grid: read ``pp_rank`` and the like in ``train``. The memory of the
         former model is released before the next call, unless the script refers to the model from elsewhere.
 
+        After the run's last step, a trainer that joins does not wait for the others of its replica: ``train`` builds
+        the model, finds no steps left, and returns.
+
         Args:
             train: Trains the model. Its result is returned.
 
         Raises:
             DeadlineError: The replica was not complete in ``wait_limit_s``.
+            ReplicaLostError: Another trainer of the replica has left with an error of its own, which the message names,
+                and no other trainer has taken its place in 10 s.
             StaleEpochError: The replica was lost again and again without a commit in between.
         """
+        self._replica.may_be_alone = True
         while True:
             try:
                 return train(self)
@@ -492,7 +524,13 @@ class Session:
                 if not self._ends_replica(error):
                     raise
                 logger.warning("trainer %r forms its replica again: %s", self.trainer, str(error))
+                self._replica.wait_for_successors()
+                self._replica.may_be_alone = not self._replica.is_alone
             self._start_over()
+
+    def replica_lost_error(self, error: BaseException) -> ReplicaLostError:
+        """Returns the error for a collective that failed because another trainer of the replica does not answer."""
+        return self._replica.lost_error(error)
 
     def _ends_replica(self, error: Exception) -> bool:
         """True if an error means that the replica must be formed again."""
@@ -517,15 +555,26 @@ class Session:
     # ---- the end ----
 
     def close(self) -> None:
-        """Leaves the run, so that its work is reassigned at once. Harmless to repeat."""
+        """Leaves the run, so that its work is reassigned at once. Harmless to repeat.
+
+        In a ``with`` statement and at the end of the process, the other trainers of the replica learn the error that
+        has ended the script.
+        """
+        self._leave(None)
+
+    def _leave(self, error: BaseException | None) -> None:
         if self._closed:
             return
         self._mark_closed()
-        self._replica.close()
         self.store.residuals.finish()
-        self._membership.leave()
+        self._membership.leave(describe_own_error(error))  # before the group ends: the others learn why it does
+        self._replica.close(lost=error is not None)
         self.store.close()
         self._close_connections()
+
+    def _leave_at_exit(self) -> None:
+        # Python 3.11 has no last_exc.
+        self._leave(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
 
     def disown(self) -> None:
         """Marks the session closed in a forked process; in the parent process it stays open."""
@@ -534,7 +583,7 @@ class Session:
 
     def _mark_closed(self) -> None:
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave_at_exit)
         _open_sessions.discard(self)
         self._end_training()
 
@@ -546,8 +595,20 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._leave(error)
+
+
+def describe_own_error(error: BaseException | None) -> str:
+    """Returns the type and the first line of an error that a training script has ended with.
+
+    Empty: it has ended without, or because another trainer or the membership was lost, or its process was stopped.
+    """
+    caused_elsewhere = (ReplicaLostError, StaleEpochError, RunDeletedError)
+    if not isinstance(error, Exception) or isinstance(error, caused_elsewhere) or is_lost_peer(error):
+        return ""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 # ---- open sessions of this process ----

@@ -309,6 +309,7 @@ class TrainingLoop:
         loop: LoopPosition | None = None
         state = self._in_flight.state
         state.item_limit = num_steps if state.asynchronous else None
+        self._membership.note_loop(ended_step=None)
         try:
             while number < num_steps:
                 loop = self._position = LoopPosition(number, optimizer_steps)
@@ -322,6 +323,8 @@ class TrainingLoop:
                     number += 1
                 if state.asynchronous:
                     number = self._committed
+            if not state.asynchronous:
+                self._membership.note_loop(ended_step=state.number)
         finally:
             if self._position is loop:  # another loop may have started
                 self._position = None

@@ -1195,6 +1195,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     TRANSPORTS_FIELD_NUMBER: builtins.int
     UNREACHABLE_FIELD_NUMBER: builtins.int
     ITEM_IN_PROGRESS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    ENDED_STEP_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -1203,6 +1205,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """JoinResponse.epoch."""
     run_id: builtins.str
     """Id of the run, from JoinResponse."""
+    ended_step: builtins.int
+    """Number of committed steps at which the trainer's training loop has ended, because it has no more steps. Unset: it goes
+    on, or has not begun.
+    """
     @property
     def transports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TransportReport]:
         """The trainer's transports to shard servers. Replaces the former report."""
@@ -1215,6 +1221,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def item_in_progress(self) -> global___ItemInProgress:
         """The item that the trainer is computing. Unset: none, or the trainer's loop does not yield batches again."""
 
+    @property
+    def device(self) -> global___TrainerDevice:
+        """The device that the trainer computes on. Unset: it has chosen none."""
+
     def __init__(
         self,
         *,
@@ -1225,12 +1235,45 @@ class HeartbeatRequest(google.protobuf.message.Message):
         transports: collections.abc.Iterable[global___TransportReport] | None = ...,
         unreachable: collections.abc.Iterable[global___UnreachableServer] | None = ...,
         item_in_progress: global___ItemInProgress | None = ...,
+        device: global___TrainerDevice | None = ...,
+        ended_step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_item_in_progress", b"_item_in_progress", "item_in_progress", b"item_in_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_item_in_progress", b"_item_in_progress", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "device", b"device", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "device", b"device", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_device", b"_device"]) -> typing.Literal["device"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ended_step", b"_ended_step"]) -> typing.Literal["ended_step"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_item_in_progress", b"_item_in_progress"]) -> typing.Literal["item_in_progress"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class TrainerDevice(google.protobuf.message.Message):
+    """The device that a trainer computes on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    ID_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name in the trainer's process, such as "cuda:1"."""
+    id: builtins.str
+    """Identifies the device in the cluster, such as the UUID of a GPU."""
+    shared: builtins.bool
+    """True: the trainer knows that others may use the device, too."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        id: builtins.str = ...,
+        shared: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["id", b"id", "name", b"name", "shared", b"shared"]) -> None: ...
+
+global___TrainerDevice = TrainerDevice
 
 @typing.final
 class TransportReport(google.protobuf.message.Message):
@@ -1302,12 +1345,17 @@ class HeartbeatResponse(google.protobuf.message.Message):
     PLACEMENT_FIELD_NUMBER: builtins.int
     RESIDUALS_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    DEVICE_USER_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
     """Number of relocations of the run's shards so far. See JoinResponse.placement."""
     token: builtins.str
     """Replaces JoinResponse.token. Empty: the trainer keeps its token."""
+    device_user: builtins.str
+    """Another live trainer of the run that uses the device of the request, while one of the two does not share it. The
+    coordinator has then not recorded the device. Empty: there is none.
+    """
     @property
     def residuals(self) -> global___WantedResiduals:
         """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
@@ -1319,9 +1367,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         placement: builtins.int = ...,
         residuals: global___WantedResiduals | None = ...,
         token: builtins.str = ...,
+        device_user: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["residuals", b"residuals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "placement", b"placement", "residuals", b"residuals", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "device_user", b"device_user", "placement", b"placement", "residuals", b"residuals", "token", b"token"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -1367,12 +1416,17 @@ class KeepMembershipResponse(google.protobuf.message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     CALLS_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
+    REPLICA_ERROR_FIELD_NUMBER: builtins.int
     committed_step: builtins.int
     """Number of committed steps."""
     placement: builtins.int
     """Placement of the run's shards. Rises when shards are served by other servers than before."""
     replica_epoch: builtins.int
     """See JoinResponse.replica_epoch."""
+    replica_error: builtins.str
+    """Why the replica has got `replica_epoch`, if one of its trainers has left with an error: the trainer, its ranks and the
+    error. Empty: no trainer has.
+    """
     @property
     def residuals(self) -> global___WantedResiduals:
         """The trainer's residuals are wanted for a checkpoint. Unset: they are not."""
@@ -1394,9 +1448,10 @@ class KeepMembershipResponse(google.protobuf.message.Message):
         replica_epoch: builtins.int = ...,
         calls: shardwell_wire.v1.common_pb2.CallPort | None = ...,
         notices: collections.abc.Iterable[global___Notice] | None = ...,
+        replica_error: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["calls", b"calls", "residuals", b"residuals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["calls", b"calls", "committed_step", b"committed_step", "notices", b"notices", "placement", b"placement", "replica_epoch", b"replica_epoch", "residuals", b"residuals"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "committed_step", b"committed_step", "notices", b"notices", "placement", b"placement", "replica_epoch", b"replica_epoch", "replica_error", b"replica_error", "residuals", b"residuals"]) -> None: ...
 
 global___KeepMembershipResponse = KeepMembershipResponse
 
@@ -1408,6 +1463,7 @@ class LeaveRequest(google.protobuf.message.Message):
     TRAINER_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -1416,6 +1472,8 @@ class LeaveRequest(google.protobuf.message.Message):
     """JoinResponse.epoch."""
     run_id: builtins.str
     """Id of the run, from JoinResponse."""
+    error: builtins.str
+    """The error that ended the trainer's script, such as "ValueError: bad batch". Empty: none."""
     def __init__(
         self,
         *,
@@ -1423,8 +1481,9 @@ class LeaveRequest(google.protobuf.message.Message):
         trainer: builtins.str = ...,
         epoch: builtins.int = ...,
         run_id: builtins.str = ...,
+        error: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "error", b"error", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
 
 global___LeaveRequest = LeaveRequest
 
@@ -3182,6 +3241,7 @@ class RankAssignmentSummary(google.protobuf.message.Message):
     RANK_ASSIGNMENT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Trainer that plays the rank. Empty: vacant, or no run."""
     host: builtins.str
@@ -3190,15 +3250,20 @@ class RankAssignmentSummary(google.protobuf.message.Message):
     def rank_assignment(self) -> global___RankAssignment:
         """The rank, its groups and its neighbours."""
 
+    @property
+    def device(self) -> global___TrainerDevice:
+        """Device that the trainer has chosen. Unset: it has not reported one."""
+
     def __init__(
         self,
         *,
         rank_assignment: global___RankAssignment | None = ...,
         trainer: builtins.str = ...,
         host: builtins.str = ...,
+        device: global___TrainerDevice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["rank_assignment", b"rank_assignment"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "rank_assignment", b"rank_assignment", "trainer", b"trainer"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device", "rank_assignment", b"rank_assignment"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "host", b"host", "rank_assignment", b"rank_assignment", "trainer", b"trainer"]) -> None: ...
 
 global___RankAssignmentSummary = RankAssignmentSummary
 
@@ -3439,6 +3504,7 @@ class ReplicaSummary(google.protobuf.message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     TRAINERS_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    ERRORS_FIELD_NUMBER: builtins.int
     replica_epoch: builtins.int
     """See JoinResponse.replica_epoch."""
     @property
@@ -3453,6 +3519,10 @@ class ReplicaSummary(google.protobuf.message.Message):
     def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The trainers that are gone. Empty: the replica is complete."""
 
+    @property
+    def errors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Missing trainers that have left with an error: the trainer, its ranks and the error."""
+
     def __init__(
         self,
         *,
@@ -3460,8 +3530,9 @@ class ReplicaSummary(google.protobuf.message.Message):
         replica_epoch: builtins.int = ...,
         trainers: collections.abc.Iterable[builtins.str] | None = ...,
         missing: collections.abc.Iterable[builtins.str] | None = ...,
+        errors: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dp_ranks", b"dp_ranks", "missing", b"missing", "replica_epoch", b"replica_epoch", "trainers", b"trainers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dp_ranks", b"dp_ranks", "errors", b"errors", "missing", b"missing", "replica_epoch", b"replica_epoch", "trainers", b"trainers"]) -> None: ...
 
 global___ReplicaSummary = ReplicaSummary
 
@@ -3474,8 +3545,13 @@ class DescribeWorldResponse(google.protobuf.message.Message):
     RANK_ASSIGNMENTS_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     PARALLEL_PLAN_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     """Number of logical ranks."""
+    ended: builtins.bool
+    """True: the training loop of a trainer has ended, because the run has committed as many steps as the loop has, and
+    nothing was committed since. Not known any more after a restart of the coordinator.
+    """
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks."""
@@ -3502,9 +3578,10 @@ class DescribeWorldResponse(google.protobuf.message.Message):
         rank_assignments: collections.abc.Iterable[global___RankAssignmentSummary] | None = ...,
         replicas: collections.abc.Iterable[global___ReplicaSummary] | None = ...,
         parallel_plan: global___ParallelPlan | None = ...,
+        ended: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_parallel_plan", b"_parallel_plan", "parallel_plan", b"parallel_plan", "world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_parallel_plan", b"_parallel_plan", "parallel_plan", b"parallel_plan", "rank_assignments", b"rank_assignments", "replicas", b"replicas", "world", b"world", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_parallel_plan", b"_parallel_plan", "ended", b"ended", "parallel_plan", b"parallel_plan", "rank_assignments", b"rank_assignments", "replicas", b"replicas", "world", b"world", "world_size", b"world_size"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_parallel_plan", b"_parallel_plan"]) -> typing.Literal["parallel_plan"] | None: ...
 
 global___DescribeWorldResponse = DescribeWorldResponse

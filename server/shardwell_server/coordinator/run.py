@@ -62,6 +62,8 @@ class Run:
         self.relocations = Relocations(self.units, self.checkpoints, self.changes)
         self.calls = StepCalls()
         self.notices = Notices()
+        self.ended_step: int | None = None
+        """Number of committed steps at which a trainer's loop has ended. None: not known. Not durable."""
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
         self.replace_settings(settings)
@@ -93,6 +95,17 @@ class Run:
     def committed_step(self) -> int:
         """Number of committed steps, which is also the newest version and the number of the next commit."""
         return self.commits.count
+
+    @property
+    def ended(self) -> bool:
+        """True if the loop of a trainer has ended and nothing was committed since. See Note: [Ended runs]."""
+        return self.ended_step == self.committed_step and not self.asynchronous
+
+    def note_ended(self, step: int) -> None:
+        """Records that the training loop of a trainer has ended at a number of committed steps."""
+        if step == self.committed_step != self.ended_step:
+            self.ended_step = step
+            self.changed.notify()
 
     def check_not_deleted(self) -> None:
         """Raises RunDeletedError if the run was deleted."""
@@ -161,8 +174,8 @@ class Run:
 
     def _change_replicas(self, member: Member) -> None:
         """Renews the replica of a trainer that came or went, and gives spares the places that are free."""
-        self.owners.renew_replicas({member.name})
-        for name in self.owners.place_spares() - {member.name}:
+        self.owners.renew_replicas({member.name}, member.error)
+        for name in self.owners.place_spares(member.error) - {member.name}:
             self.members.by_name[name].note_behind(self._is_dispensable(name))
 
     def _is_dispensable(self, name: str) -> bool:

@@ -30,8 +30,9 @@ class News:
     def __init__(self) -> None:
         self._messages: queue.Queue[coordinator_pb2.KeepMembershipResponse | None] = queue.Queue()
 
-    def tell(self, replica_epoch: int) -> None:
-        self._messages.put(coordinator_pb2.KeepMembershipResponse(replica_epoch=replica_epoch))
+    def tell(self, replica_epoch: int, replica_error: str = "") -> None:
+        message = coordinator_pb2.KeepMembershipResponse(replica_epoch=replica_epoch, replica_error=replica_error)
+        self._messages.put(message)
 
     def __iter__(self) -> Iterator[coordinator_pb2.KeepMembershipResponse]:
         while (message := self._messages.get()) is not None:
@@ -120,6 +121,23 @@ def test_trainer_without_a_group_waits_as_long_as_before() -> None:
         membership.replica_epoch.announce(4)
         committer.finish_work(0, [], accept_work=True)
         assert set(coordinator.waits) == {10.0}
+
+
+def test_trainer_learns_with_which_error_another_one_has_left() -> None:
+    with joined() as (coordinator, membership, _):
+        epoch = membership.replica_epoch
+        epoch.form(3, dp_rank=5)
+        assert not epoch.wait_until_void(0.0)
+        coordinator.news.tell(4, "trainer 'b' (logical rank 1) has left with ValueError: bad batch")
+        assert epoch.wait_until_void(20)
+        with pytest.raises(
+            ReplicaLostError, match=r"^trainer 'b' \(logical rank 1\) has left with ValueError: bad batch\. "
+        ):
+            epoch.require_valid()
+        epoch.announce(5)
+        assert epoch.error, "the newest epoch may have another reason"
+        epoch.form(5, dp_rank=5)
+        assert not epoch.error
 
 
 def test_only_newer_epochs_make_a_group_void() -> None:

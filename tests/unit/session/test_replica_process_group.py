@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Work, _create_work_from_future
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d
 from torch.futures import Future
 
@@ -22,7 +24,7 @@ from shardwell.grid.replica import ReplicaGroup, ReplicaMembers
 from shardwell.grid.replica_store import ReplicaStore
 from shardwell.grid.torchrun_rendezvous import TorchrunStore
 from shardwell.membership.membership import ReplicaEpoch
-from shardwell_wire.errors import ReplicaLostError, UsageError
+from shardwell_wire.errors import DeadlineError, ReplicaLostError, UsageError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -79,7 +81,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplicaGroup]:
     membership: Any = FakeMembership()
     group = ReplicaGroup(membership, wait_limit_s=LIMIT_S)
     members = ReplicaMembers(dp_rank=0, epoch=3, rank=0, missing=())
-    monkeypatch.setattr(group, "_members", lambda: members)
+    monkeypatch.setattr(group, "_members", lambda **_: members)
     group.mesh("cpu", "stuck")
     yield group
     group.close(lost=True)
@@ -119,6 +121,88 @@ def test_group_stays_after_the_item(group: ReplicaGroup) -> None:
     assert world.calls == [], "trainers may leave after the last step, while others use the group"
     group.close()
     assert world.calls == ["abort", "shutdown"]
+
+
+LEFT = "trainer 'b' (logical rank 1) has left with ValueError: bad batch"
+
+
+def test_error_of_a_collective_names_the_error_with_which_another_trainer_has_left(group: ReplicaGroup) -> None:
+    epoch = group._membership.replica_epoch
+    with ThreadPoolExecutor(1) as threads:  # the collective fails first
+        failed = threads.submit(group.lost_error, RuntimeError("gloo: connection closed by peer"))
+        epoch.announce(4, LEFT)
+        assert str(failed.result(LIMIT_S)).startswith(LEFT)
+
+
+def test_error_of_a_collective_tells_the_cause_if_the_coordinator_tells_none(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_NEWS_LIMIT_S", 0.01)
+    text = str(group.lost_error(RuntimeError("gloo: timed out\nstack")))
+    assert text.startswith("a trainer of this replica was lost, or did not answer") and text.endswith("gloo: timed out")
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_trainer_waits_a_moment_for_the_successor_of_one_that_has_left_with_an_error(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
+) -> None:
+    calls = []
+
+    def members(**_: object) -> ReplicaMembers:
+        calls.append(1)
+        missing = not comes_back or len(calls) < 3
+        return ReplicaMembers(0, 4, 0, missing=("b",) * missing, errors=(LEFT,) * missing)
+
+    monkeypatch.setattr(group, "_members", members)
+    monkeypatch.setattr(replica, "SUCCESSOR_LIMIT_S", LIMIT_S if comes_back else 0.2)
+    group._membership.replica_epoch.announce(4, LEFT)
+    if comes_back:
+        group.wait_for_successors()
+        assert len(calls) == 3
+    else:
+        with pytest.raises(
+            ReplicaLostError, match=r"^trainer 'b' \(logical rank 1\) has left with ValueError: bad batch\."
+        ):
+            group.wait_for_successors()
+
+
+def test_trainer_does_not_wait_for_the_successor_of_a_lost_one(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "_members", lambda **_: pytest.fail("not asked"))
+    group._membership.replica_epoch.announce(4)
+    group.wait_for_successors()  # the replica waits for it when it is formed again
+
+
+def test_group_without_the_other_trainers_computes_nothing(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = ReplicaMembers(0, 4, 0, missing=("b",), ended=True)
+    monkeypatch.setattr(group, "_members", lambda: members)
+    monkeypatch.setattr(group, "_wait_limit_s", 0.0)
+    with pytest.raises(DeadlineError, match=r"\['b'\] are gone and not replaced"):
+        group.mesh("cpu", "stuck")
+    group.may_be_alone = True
+    mesh = group.mesh("cpu", "stuck")
+    assert tuple(mesh.shape) == (2, 1) and group.is_alone
+    assert group.mesh("cpu", "stuck") is mesh
+    one = torch.ones(1)
+    for use in (
+        group.require_valid,
+        partial(group.require_same_item, ITEM),
+        partial(dist.all_reduce, one),
+        partial(dist.send, one, 1),
+        partial(dist.recv, one, 1),
+        partial(dist.broadcast, one, 0),
+        partial(dist.all_gather, [one, one], one),
+        partial(dist.barrier, mesh["tp"].get_group()),
+        partial(funcol.all_reduce, one, "sum", mesh["tp"]),
+    ):
+        with pytest.raises(ReplicaLostError, match="other trainers of this replica have ended their training"):
+            use()
+    monkeypatch.setattr(group, "_members", lambda: ReplicaMembers(0, 5, 0, missing=()))
+    assert tuple(group.mesh("cpu", "stuck").shape) == (2, 1) and not group.is_alone
+    group.require_valid()
 
 
 @pytest.mark.parametrize(("device_type", "backend"), [("cpu", "nccl"), ("cpu", "none")])

@@ -77,6 +77,7 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
                 rank_assignment=describer.describe(rank),
                 trainer=live.name if live else "",
                 host=live.host if live else "",
+                device=live.device.to_proto() if live and live.device is not None else None,
             )
         )
     return coordinator_pb2.DescribeWorldResponse(
@@ -85,6 +86,7 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
         rank_assignments=rank_assignments,
         replicas=_summarize_replicas(run) if run is not None and run.started else (),
         parallel_plan=run.parallel_plan if run is not None else None,
+        ended=run is not None and run.started and run.ended,
     )
 
 
@@ -101,6 +103,7 @@ def _summarize_replicas(run: Run) -> list[coordinator_pb2.ReplicaSummary]:
             replica_epoch=run.owners.replica_epochs[played[0]],
             trainers=replica,
             missing=[name for name in replica if name not in live],
+            errors=[error for name in replica if (error := run.members.error_of(name))],
         )
         for replica, played in dp_ranks.items()
     ]

@@ -9,6 +9,12 @@ Note: [Expired and revoked leases]
     The lease of a trainer that is disconnected expires early. If its process has ended for certain, the lease is
     revoked at once, so that fencing is done before another trainer waits. See Note: [Broken streams].
 
+Note: [Ended runs]
+    A trainer that joins after the last step, because it was lost while it exported the model, would wait for trainers
+    of its replica that have left. Only the trainers know how many steps they want, and each may ask for more than
+    those before it. So they report when a loop over the steps has ended. As long as the run commits nothing more, a
+    trainer of an incomplete replica joins without the others. If its own loop has steps left, it waits then.
+
 Note: [Trainers that come back after a rollback]
     A rollback ends all memberships, and the trainers join again. The run continues when all of them are back, or one
     lease after it is loaded. Otherwise the first one to join would compute the first item of the others, too. With
@@ -172,7 +178,8 @@ class TrainerLeases:
         """Waits until the run has started and the member has the vacant items of its own ranks.
 
         With tp * pp > 1, a spare also waits until a rank is free: it must know its coordinates to build its model. The
-        owner of a rank waits until its replica is complete, because an incomplete replica cannot compute.
+        owner of a rank waits until its replica is complete, because an incomplete replica cannot compute, unless the
+        run has ended.
 
         A member that other trainers need not wait for gets items only when it asks for work. See ``Member.behind``.
 
@@ -201,13 +208,23 @@ class TrainerLeases:
                 return None
             if member.behind:
                 return True
-            return True if not run.owners.missing_peers(member.name) and run.work.lease_own_items(member.name) else None
+            if run.owners.missing_peers(member.name):
+                return True if run.ended else None  # see Note: [Ended runs]
+            return True if run.work.lease_own_items(member.name) else None
 
         return await poll(run.changed, check, wait_s) or False
 
-    def leave(self, run: Run, member: Member) -> None:
-        """Removes a trainer from the run. Its ranks become vacant."""
-        self._add_event(run, member, EventKind.TRAINER_LEFT, f"{member} left")
+    def leave(self, run: Run, member: Member, error: str = "") -> None:
+        """Removes a trainer from the run. Its ranks become vacant.
+
+        Args:
+            run: The run.
+            member: The trainer.
+            error: The error that ended its script. Empty: none.
+        """
+        if error:
+            member.note_error(error, run.owners.ranks_of(member.name))
+        self._add_event(run, member, EventKind.TRAINER_LEFT, member.error or f"{member} left")
         self.revoke(run, [member])
 
     async def wait_for_return(self, run: Run) -> None:
@@ -252,6 +269,7 @@ class TrainerLeases:
                         committed_step=told[0],
                         placement=told[1],
                         replica_epoch=replica_epoch,
+                        replica_error=run.owners.errors.get(replica_epoch, ""),
                         residuals=wanted,
                         notices=notices,
                     )

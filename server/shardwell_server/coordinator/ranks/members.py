@@ -86,6 +86,36 @@ class TransportReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerDevice:
+    """The device that a trainer computes on."""
+
+    name: str
+    """Name in the trainer's process, such as ``cuda:1``."""
+    device_id: str
+    """Identifies the device in the cluster."""
+    shared: bool
+    """True if the trainer knows that others may use the device, too."""
+
+    @classmethod
+    def from_proto(cls, device: coordinator_pb2.TrainerDevice) -> Self:
+        """Decodes and checks the device in a heartbeat.
+
+        Raises:
+            InvalidRequestError: A field is empty, too long or not printable.
+        """
+        for what, text in (("name", device.name), ("id", device.id)):
+            if not 0 < len(text) <= _MAX_ADDRESS_LENGTH or not text.isprintable():
+                raise InvalidRequestError(
+                    f"device.{what}={text[:_MAX_ADDRESS_LENGTH]!r}: expected 1 to {_MAX_ADDRESS_LENGTH} printable "
+                    "characters"
+                )
+        return cls(device.name, device.id, device.shared)
+
+    def to_proto(self) -> coordinator_pb2.TrainerDevice:
+        return coordinator_pb2.TrainerDevice(name=self.name, id=self.device_id, shared=self.shared)
+
+
+@dataclass(frozen=True, slots=True)
 class UnreachableServer:
     """A shard server that a trainer waits for and cannot reach."""
 
@@ -135,6 +165,10 @@ class Member:
     behind: bool = False
     """True until the trainer asks for work of the step in flight: it joined late and builds its model, or it computes
     an item in vain that another trainer has finished. Other trainers compute its ranks' items meanwhile."""
+    device: TrainerDevice | None = None
+    """The device in the last heartbeat."""
+    error: str = ""
+    """With which error the trainer has left, and its ranks. Empty: it has not left, or without an error."""
     revoked_because: str = ""
     """Why the lease was revoked although the trainer was sending requests."""
     rpcs_in_progress: int = 0
@@ -193,6 +227,17 @@ class Member:
             for report in itertools.islice(unreachable, _MAX_UNREACHABLE)
         )
         return [transport for transport in transports if transport.corrupt_count > former.get(transport.address, 0)]
+
+    def note_error(self, error: str, ranks: Sequence[int]) -> None:
+        """Records the error with which the trainer leaves.
+
+        Args:
+            error: The error, such as ``ValueError: bad batch``.
+            ranks: Logical ranks that the trainer owns.
+        """
+        shown = "".join(each if each.isprintable() else " " for each in error[:_MAX_REASON_LENGTH])
+        rank = f" (logical rank {', '.join(map(str, ranks))})" if ranks else ""
+        self.error = f"trainer {self.name!r}{rank} has left with {shown}"
 
     def note_in_progress(self, item: ItemInProgress | None) -> bool:
         """Records the item that a heartbeat reports. Returns True if it changed."""
@@ -331,6 +376,28 @@ class Members:
         self._forget_states()
         if former is not None:
             former.connection.news.notify()
+
+    def note_device(self, member: Member, device: TrainerDevice | None) -> str:
+        """Records the device that a heartbeat reports, unless another trainer uses it.
+
+        Returns:
+            Name of a live trainer with the same device, if one of the two does not share it. Empty: there is none.
+        """
+        if device is None or device == member.device:
+            member.device = device
+            return ""
+        others = ((at.name, at.device) for at in self.live.values() if at is not member and at.device is not None)
+        for name, used in others:
+            if used.device_id == device.device_id and not (used.shared and device.shared):
+                member.device = None
+                return name
+        member.device = device
+        return ""
+
+    def error_of(self, name: str) -> str:
+        """Returns the error with which a trainer has left, see ``Member.error``. Empty: it has left with none."""
+        member = self.by_name.get(name)
+        return "" if member is None else member.error
 
     def give_up(self, names: Iterable[str]) -> None:
         """Expects trainers no longer."""

@@ -73,6 +73,8 @@ class RankOwners:
         self._replicas: list[Replica] = []
         self.replica_epochs: dict[int, int] = {}
         """Epoch of the replica that owns each dp rank."""
+        self.errors: dict[int, str] = {}
+        """Why replicas have their epochs, by epoch: errors with which trainers of the replicas have left."""
         self.stores = Stores(REPLICA)
         """The stores in which the trainers of a replica meet, by replica epoch."""
 
@@ -198,10 +200,13 @@ class RankOwners:
             claimed = claim_place(self._world, self.by_rank, hosts, applicant)
         self._set_owners(self.by_rank | claimed)
 
-    def place_spares(self) -> set[str]:
+    def place_spares(self, error: str = "") -> set[str]:
         """Gives spares the places of gone trainers. Spares that are left form replicas, if others own several dp ranks.
 
         A trainer whose lease has only expired keeps its place: it may come back with its model.
+
+        Args:
+            error: With which error a trainer has left whose place is free now. Empty: with none.
 
         Returns:
             Names of the trainers that now own ranks. Always empty if replicas have one trainer: spares stay spares.
@@ -215,19 +220,27 @@ class RankOwners:
         while formed := form_replica(self._world, self.by_rank, self._spares()):
             self._set_owners(self.by_rank | formed)
         placed = {spare.name for spare in spares} - {spare.name for spare in self._spares()}
-        self.renew_replicas(placed)
+        self.renew_replicas(placed, error)
         return placed
 
     def _spares(self) -> Sequence[Applicant]:
         live = self.members.live
         return [Applicant(member.name, member.host) for name, member in live.items() if name not in self._ranks]
 
-    def renew_replicas(self, trainers: Collection[str]) -> None:
+    def renew_replicas(self, trainers: Collection[str], error: str = "") -> None:
         """Gives new epochs to the replicas of trainers that came or went, and tells their trainers.
 
         See Note: [Replica epochs].
+
+        Args:
+            trainers: The trainers.
+            error: The error with which one of them has left. Empty: none has.
         """
         renewed = self._renew(trainers)
+        present = set(self.replica_epochs.values())
+        if error:
+            self.errors.update(dict.fromkeys(map(self.replica_epoch_of, renewed), error))
+        self.errors = {epoch: error for epoch, error in self.errors.items() if epoch in present}
         self.stores.keep(self.replica_epochs.values())
         tell(self.members.by_name[name] for name in renewed if name in self.members.by_name)
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from shardwell_server.coordinator.inspection import describe
-from shardwell_server.coordinator.ranks.members import ItemInProgress, Member, TransportReport
+from shardwell_server.coordinator.ranks.members import ItemInProgress, Member, TrainerDevice, TransportReport
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, wait_limit
 from shardwell_server.coordinator.run import Run
@@ -73,7 +73,7 @@ class TrainerRpcs(CoordinatorRpcs):
             if run.started and run.owners.is_waiting_spare(member.name):
                 response.waiting_for.append(f"all ranks have trainers: {member} is a spare until a rank is free")
             elif run.started and (missing := run.owners.missing_peers(member.name)):
-                names = ", ".join(f"trainer {name!r}" for name in missing)
+                names = ", ".join(run.members.error_of(name) or f"trainer {name!r}" for name in missing)
                 response.waiting_for.append(
                     f"{member} cannot start before its replica is complete: it waits for {names}"
                 )
@@ -94,18 +94,22 @@ class TrainerRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
         run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
+        device = TrainerDevice.from_proto(request.device) if request.HasField("device") else None
         member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)
         with member.serving_rpc(self._state.clock):
             for transport in member.note_connections(transports, request.unreachable, self._state.clock()):
                 self._coordinator.trainers.report_corrupt(run, member, transport)
             if member.note_in_progress(_in_progress(request, self._state.clock())) and run.members.waiting_for_work:
                 run.changed.notify()
+            if request.HasField("ended_step"):
+                run.note_ended(request.ended_step)
             check_recoverable(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(
                 committed_step=run.committed_step,
                 placement=run.relocations.announced,
                 residuals=run.wanted_residuals(member),
                 token=self._issuer.renewed_token(run, member, call.caller),
+                device_user=run.members.note_device(member, device),
             )
 
     async def KeepMembership(
@@ -127,7 +131,7 @@ class TrainerRpcs(CoordinatorRpcs):
         member = run.members.by_name.get(request.trainer)
         if member is not None and (member.live or member.expired or member.epoch != request.epoch):
             trainers = self._coordinator.trainers
-            trainers.leave(run, trainers.require_member(run, request.trainer, request.epoch))
+            trainers.leave(run, trainers.require_member(run, request.trainer, request.epoch), request.error)
             await self._state.save(run)
         return coordinator_pb2.LeaveResponse()
 
