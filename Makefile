@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 PIP_OPTIONS ?=
 DEMO_OPTIONS ?=
 TEST_PROCESSES ?= 3
+GPU_PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth compose-test lock audit chaos simulate fuzz clean
+.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth gpu-check compose-test lock audit chaos simulate fuzz clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +116,10 @@ bench-network: $(BENCH_INSTALLED)  ## Compare training over 1 Gbit/s and 200 Mbi
 
 bench-growth: $(BENCH_INSTALLED)  ## Measure overhead against the number of trainers, servers, units and parameters
 	@$(MEASURE) benchmarks.growth $(BENCH_OPTIONS)
+
+gpu-check:  ## Check and measure trainers on a GPU, with torch of GPU_PYTHON (9 minutes); GPU_OPTIONS="--device cpu" needs none
+	@PYTHONPATH="$(CURDIR)/protos:$(CURDIR)/server:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
+	    $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_OPTIONS)
 
 compose-test: install  ## Start the compose cluster and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose

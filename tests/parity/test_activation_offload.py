@@ -328,6 +328,7 @@ def test_offloading_to_disk_uses_the_temporary_directory(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("to", ["cpu", "disk"])
 def test_offloading_from_a_gpu_gives_the_same_bits(to: str) -> None:

@@ -54,6 +54,11 @@ NOT_OURS = {
     "there is no command shardwell and": "the names of both commands",
     "there is no command shardwell find": "prose",
     "there is no command shardwell development": "the name of an authority",
+    "nothing has the option --no-deps": "pip's, as the next ones",
+    "nothing has the option --only-binary": "pip's",
+    "nothing has the option --no-index": "pip's",
+    "nothing has the option --dest": "pip's",
+    "nothing has the option --target": "pip's",
 }
 
 
