@@ -26,7 +26,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth gpu-check compose-test lock audit chaos simulate fuzz clean
+.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ bench-growth: $(BENCH_INSTALLED)  ## Measure overhead against the number of trai
 gpu-check:  ## Check and measure trainers on a GPU, with torch of GPU_PYTHON (9 minutes); GPU_OPTIONS="--device cpu" needs none
 	@PYTHONPATH="$(CURDIR)/protos:$(CURDIR)/server:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
 	    $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_OPTIONS)
+
+check-families: install  ## Train 48 Hugging Face families with tensor parallelism: right, or refused before a step (2 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families $(FAMILIES)
 
 compose-test: install  ## Start the compose cluster and train on it (needs Docker)
 	@$(BIN)/pytest -m compose tests/compose

@@ -220,6 +220,7 @@ class JoinConfig:
     consistency: Consistency = SYNCHRONOUS
     resume: str = ""
     rewrap: bool = False
+    allow_gradient_differences: bool = False
     transfers: TransferOptions = field(default_factory=TransferOptions)
     waits: WaitOptions = field(default_factory=WaitOptions)
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks compute the same gradients of what all of them hold, and a difference is an event."""
+"""Tensor-parallel ranks compute the same gradients of what all of them hold; a difference is an error and an event."""
 
 from __future__ import annotations
 
@@ -18,8 +18,19 @@ from tests.support.processes import run_ranks
 STEPS, LENGTH, VOCABULARY, WRONG_STEP = 3, 6, 30, 1
 
 
-def worker(rank: int, address: str, run: str, tp: int, sequence_parallel: bool, wrong_rank: int | None) -> None:
-    with shardwell.join(address, run=run, world=shardwell.World(tp=tp), global_rank=rank, host="here") as session:
+def worker(
+    rank: int, address: str, run: str, tp: int, sequence_parallel: bool, wrong_rank: int | None, is_allowed: bool
+) -> None:
+    world, waits = shardwell.World(tp=tp), shardwell.WaitOptions(wait_limit_s=60)
+    with shardwell.join(
+        address,
+        run=run,
+        world=world,
+        global_rank=rank,
+        host="here",
+        waits=waits,
+        allow_gradient_differences=is_allowed,
+    ) as session:
         mesh = session.replica_mesh()
         torch.manual_seed(0)
         sizes = GPTConfig(
@@ -35,13 +46,25 @@ def worker(rank: int, address: str, run: str, tp: int, sequence_parallel: bool, 
             return gradient * 2 if rank == wrong_rank and step_number >= WRONG_STEP else gradient
 
         model.blocks[1].mlp_norm.weight.register_hook(change)
-        for step in session.steps(STEPS):
-            step_number = step.number
-            for tokens, targets in step.batches(batch):
-                loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def train() -> None:
+            nonlocal step_number
+            for step in session.steps(STEPS):
+                step_number = step.number
+                for tokens, targets in step.batches(batch):
+                    loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        if wrong_rank is None or is_allowed:
+            train()
+        else:
+            with pytest.raises(
+                shardwell.ConflictError, match=r"of unit 'blocks.1' .*: 'blocks.1.mlp_norm.weight': rank"
+            ):
+                train()
+            assert session.step == WRONG_STEP, "the step is not committed"
     gloo.leave()
 
 
@@ -51,9 +74,17 @@ def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(address: str, tp: int, *, sequence_parallel: bool = False, wrong_rank: int | None = None) -> str:
-    run = uuid.uuid4().hex
-    run_ranks(worker, address, run, tp, sequence_parallel, wrong_rank, count=tp)
+def train(
+    address: str,
+    tp: int,
+    *,
+    sequence_parallel: bool = False,
+    wrong_rank: int | None = None,
+    is_allowed: bool = False,
+    run: str = "",
+) -> str:
+    run = run or uuid.uuid4().hex
+    run_ranks(worker, address, run, tp, sequence_parallel, wrong_rank, is_allowed, count=tp)
     return run
 
 
@@ -61,20 +92,46 @@ def differences(address: str, run: str) -> list[str]:
     return [event.message for event in events(address, run) if event.kind == "gradients_differ"]
 
 
-def test_a_wrong_gradient_of_one_rank_is_reported_and_does_not_count(cluster: shardwell.LocalCluster) -> None:
+def test_a_wrong_gradient_of_one_rank_is_an_error_unless_it_is_allowed(cluster: shardwell.LocalCluster) -> None:
     right, wrong = train(cluster.address, 2), train(cluster.address, 2, wrong_rank=1)
     assert differences(cluster.address, right) == []
     (message,) = differences(cluster.address, wrong)
     assert message.startswith(f"step {WRONG_STEP}: tensor-parallel ranks of dp rank 0, pipeline rank 0, computed")
     assert "of unit 'blocks.1' that all of them hold: 'blocks.1.mlp_norm.weight': rank 1 (trainer" in message
+    assert "join(allow_gradient_differences=True)" in message
+    train(cluster.address, 2, wrong_rank=1, run=wrong)  # the error comes again
+    train(cluster.address, 2, wrong_rank=1, run=wrong, is_allowed=True)
+    assert differences(cluster.address, wrong) == [message], "the event is added once"
     found = []
     for run in (right, wrong):
         with shardwell.attach(cluster.address, run=run) as reader, reader.pin() as pinned:
+            assert pinned.version == STEPS
             found.append(dict(pinned.values()))
-    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items()), "rank 0's gradient counts"
 
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_sequence_parallel_ranks_reduce_to_the_same_bits(cluster: shardwell.LocalCluster, tp: int) -> None:
     """Each rank has a part of a norm's gradient. Their all-reduce gives the same bits on every rank."""
     assert differences(cluster.address, train(cluster.address, tp, sequence_parallel=True)) == []
+
+
+def other_batch_worker(rank: int, address: str, run: str) -> None:
+    world, waits = shardwell.World(tp=2), shardwell.WaitOptions(wait_limit_s=60)
+    with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", waits=waits) as session:
+        mesh = session.replica_mesh()
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=2, num_heads=6, width=24))
+        plan = plan_tensor_parallel(model, 2, fused_by_head=True, sequence_parallel=True)
+        shardwell.auto_wrap(plan.apply(model, mesh["tp"]), session)
+        step = next(session.steps(1))
+        with pytest.raises(
+            shardwell.UsageError, match=r"ranks of pipeline rank 0 have different batches for dp rank 0"
+        ):
+            next(step.batches(lambda number, dp_rank: batch(number + session.tp_rank, dp_rank)))
+    gloo.leave()
+
+
+def test_tensor_parallel_ranks_with_different_batches_are_refused(cluster: shardwell.LocalCluster) -> None:
+    """With sequence parallelism, the checksums of the gradients are equal all the same: the gradients are summed."""
+    run_ranks(other_batch_worker, cluster.address, uuid.uuid4().hex)

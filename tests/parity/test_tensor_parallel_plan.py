@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import plan_tensor_parallel
 from shardwell.parallel.description import ActivationShape, CollectivePhase
-from tests.support import gloo
+from shardwell_wire.errors import UsageError
+from tests.support import gloo, small_transformer
 from tests.support.processes import run_ranks
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 62, 16, 4, 6, 3
@@ -58,7 +61,14 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "llama": llama, "bert": bert}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt,
+    "llama": llama,
+    "bert": bert,
+    "head norms": partial(small_transformer.Transformer, "head norms"),
+    "scaled branches": partial(small_transformer.Transformer, "scaled branches"),
+    "norms after": partial(small_transformer.Transformer, "norms after"),
+}
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "gpt": [
@@ -69,7 +79,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"sequence_parallel": True, "vocabulary": False},
     ],
     "llama": [{}, {"loss_parallel": True}, {"sequence_parallel": True}],
-    "bert": [{"vocabulary": False}],
+    "bert": [{}, {"vocabulary": False}],
+    "head norms": [{}, {"sequence_parallel": True}],
+    "scaled branches": [{}, {"sequence_parallel": True}],
+    "norms after": [{"sequence_parallel": True, "loss_parallel": True}],
 }
 """Options of the plan by model."""
 
@@ -177,12 +190,60 @@ def test_split_model_has_the_loss_gradients_and_bytes_of_the_plan(tmp_path: Path
     run_ranks(worker, str(tmp_path / "store"), kind)
 
 
+def checkpoint_worker(rank: int, path: str) -> None:
+    """Partial gradients add up over backwards, also if a block is recomputed in its backward."""
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    plain: Any = build("head norms")
+    split: Any = build("head norms")
+    plan_tensor_parallel(split, 2).apply(split, init_device_mesh("cpu", (2,)))
+    for block in split.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for model in (plain, split):
+        for _ in range(2):
+            loss_of(model).backward()
+    for (name, parameter), other in zip(plain.named_parameters(), split.parameters(), strict=True):
+        torch.testing.assert_close(whole_gradient(other), parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+    norm = split.blocks[0].attn.q_norm
+    assert isinstance(norm.weight, nn.Parameter), "the whole parameter is back after the forward"
+    with pytest.raises(RuntimeError):
+        norm(torch.zeros(2, 3))
+    assert isinstance(norm.weight, nn.Parameter)
+    gloo.leave()
+
+
+def test_partial_gradients_add_up_and_survive_recomputation(tmp_path: Path) -> None:
+    run_ranks(checkpoint_worker, str(tmp_path / "store"))
+
+
+def refusal_worker(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    model = gpt()
+    plan = plan_tensor_parallel(model, 2, fused_by_head=True, sequence_parallel=True)
+    plan.apply(model, mesh)
+    for length in (LENGTH - 1, 1):
+        with pytest.raises(UsageError, match=rf"tp does not divide the sequence length {length}. Use sequences of "):
+            model(torch.zeros(2, length, dtype=torch.int64))
+    model(torch.zeros(2, LENGTH, dtype=torch.int64))
+    with pytest.raises(UsageError, match=r"'.*' is a DTensor already: apply one plan, once"):
+        plan.apply(model, mesh)
+    gloo.leave()
+
+
+def test_a_second_plan_and_odd_lengths_are_refused(tmp_path: Path) -> None:
+    run_ranks(refusal_worker, str(tmp_path / "store"))
+
+
 def tie_worker(rank: int, path: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     model: Any = gpt()
     plan_tensor_parallel(model, 2, fused_by_head=True).apply(model, init_device_mesh("cpu", (2,)))
     assert model.head.weight is model.token_embedding.weight
     assert model.blocks[0].num_heads == HEADS // 2
+    masked: Any = bert()
+    plan_tensor_parallel(masked, 2).apply(masked, init_device_mesh("cpu", (2,)))
+    head = masked.cls.predictions
+    assert head.bias is head.decoder.bias and isinstance(head.bias, DTensor)
     gloo.leave()
 
 

@@ -95,6 +95,7 @@ class Trainer:
         accept_work: bool = True,
         wait_s: float = 0.0,
         parts: dict[int, int] | None = None,
+        allow_gradient_differences: bool = False,
     ) -> coordinator_pb2.FinishWorkResponse:
         """Finishes the given items, by default all of its items. Adds newly leased items to its items."""
         response: coordinator_pb2.FinishWorkResponse = await self.rpcs.call(
@@ -104,6 +105,7 @@ class Trainer:
             items=self.finished(parts) if items is None else items,
             accept_work=accept_work,
             wait_s=wait_s,
+            allow_gradient_differences=allow_gradient_differences,
         )
         self.items.update({item.global_rank: item for item in response.work.items})
         self._note(response.work)

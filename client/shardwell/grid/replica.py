@@ -344,33 +344,54 @@ class ReplicaGroup:
         if self._group is not None and self._group.aborted:
             raise self._membership.replica_epoch.lost_error()
 
-    def require_same_item(self, item: coordinator_pb2.WorkItem) -> None:
+    @property
+    def has_tensor_ranks(self) -> bool:
+        """Whether the process group has several tensor-parallel ranks."""
+        return self._group is not None and self._group.mesh.shape[0] > 1
+
+    def require_same_item(self, item: coordinator_pb2.WorkItem, batch: int = 0) -> None:
         """Checks that all trainers of the replica start the same attempt of the same item.
 
-        Collectives carry no names. Trainers that compute different items would mix their activations silently.
+        Collectives carry no names. Trainers that compute different items would mix their activations silently. So would
+        tensor-parallel ranks with different batches. Stages of a pipeline may have different ones.
+
+        Args:
+            item: The item that this trainer starts.
+            batch: Fingerprint of its batch, from 0 to 2**62 - 1.
 
         Raises:
             ReplicaLostError: They start different ones, or one of them was lost.
+            UsageError: Tensor-parallel ranks have different batches.
         """
         group = self._group
         if group is None or group.mesh.size() == 1:
             return
         self._membership.replica_epoch.announce(item.replica_epoch)
         self.require_valid()
+        pp_rank, num_stages = group.mesh.get_local_rank("pp"), group.mesh.shape[1]
         own = torch.tensor([item.dp_rank, item.attempt], device=group.control_device)
-        most = torch.cat([own, -own])
+        batches = own.new_full((2, num_stages), -(1 << 62))  # below the fingerprints of all ranks
+        batches[0, pp_rank], batches[1, pp_rank] = batch, -batch
+        most = torch.cat([own, -own, batches.flatten()])
         try:
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            is_same = torch.equal(most, torch.cat([own, -own]))
+            most = most.cpu()  # raises on a GPU if the collective failed
         except Exception as error:
             if not is_lost_peer(error):
                 raise
             raise self.lost_error(error) from error
         self.require_results()
-        if not is_same:
+        if most[:4].tolist() != [*own.tolist(), *(-own).tolist()]:
             raise ReplicaLostError(
                 f"the trainers of this replica do not start the same work item: dp rank {item.dp_rank}, attempt "
                 f"{item.attempt} is this trainer's. To go on, {START_AGAIN}"
+            )
+        highest, lowest = most[4:].view(2, num_stages)
+        if stages := (highest != -lowest).nonzero().flatten().tolist():
+            raise UsageError(
+                f"the tensor-parallel ranks of pipeline rank {stages[0]} have different batches for dp rank "
+                f"{item.dp_rank}, attempt {item.attempt}: they compute parts of one batch together. Make the batch "
+                "from the arguments (step, dp_rank) only, and not from the trainer's rank or a generator of its own"
             )
 
     def lost_error(self, error: BaseException) -> ReplicaLostError:

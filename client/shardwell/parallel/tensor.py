@@ -7,14 +7,14 @@ parallelism that torch does not have.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwell.module.fully_shard import ShardedModule
+from shardwell.parallel.dataflow import SEQUENCE_DIM, Dataflow, SplitRoles, examples, trace
 from shardwell.parallel.description import (
     ActivationShape,
     Collective,
@@ -80,23 +81,30 @@ class TensorParallelPlan:
             The model.
 
         Raises:
-            UsageError: The mesh has another size than the plan, or the model is sharded already.
+            UsageError: The mesh has another size than the plan, or the model is sharded or split already.
         """
         if mesh.ndim != 1 or mesh.size() != self.tp:
             raise UsageError(f"the plan is for tp={self.tp}, but the mesh {mesh} has {mesh.ndim} dims of {mesh.size()}")
         if any(isinstance(module, ShardedModule) for module in model.modules()):
             raise UsageError("the model is sharded already: apply the tensor-parallel plan before fully_shard")
+        for name, parameter in model.named_parameters():
+            if self.styles and isinstance(parameter, DTensor):
+                raise UsageError(
+                    f"the parameter {name!r} is a DTensor already: apply one plan, once, to a model that no other plan "
+                    "of parallel styles has split. For another plan, build the model again"
+                )
         if self.layers:
             self.note_in(describe_model(model, self.model_class, [StageDescription(0, (), self.model_layers)]))
         modules = dict(model.named_modules())
+        split = {id(modules[name]) for name in self.styles if name in modules}
         ties = _ties(model)
         for name, style in self.styles.items():
             if name in modules:
                 parallelize_module(modules[name], mesh, style, src_data_rank=None)
-        for first, *others in ties:  # the styles put a new parameter into every module
-            parameter = getattr(*first)
-            for module, attribute in others:
-                setattr(module, attribute, parameter)
+        for places in ties:  # the styles put a new parameter into every module that they split
+            for parameter in [getattr(*place) for place in places if id(place[0]) in split][:1]:
+                for module, attribute in places:
+                    setattr(module, attribute, parameter)
         for name, attribute in self.heads:
             if name in modules:
                 setattr(modules[name], attribute, getattr(modules[name], attribute) // self.tp)
@@ -171,12 +179,17 @@ def plan_tensor_parallel(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     fused_by_head: bool = False,
+    example: Any = None,
 ) -> TensorParallelPlan:
     """Plans the tensor parallelism of a GPT-, Llama- or BERT-like model; changes nothing.
 
     In every block, query, key, value and the first layers of the MLP are split by columns (output features), and the
     output projection and the last layer of the MLP by rows. The token embedding and the head are split along the
-    vocabulary. Everything else stays whole on every rank.
+    vocabulary. Everything else stays whole on every rank. Parameters that a rank uses with its own heads only, such as
+    those of query and key norms, are whole, and their gradients are summed over the ranks.
+
+    The forward runs without values, once whole and once as one rank runs it. A model for which these runs do not prove
+    that the ranks compute the same as the whole model is refused.
 
     Args:
         model: The whole model, on any device, before ``fully_shard``.
@@ -187,10 +200,14 @@ def plan_tensor_parallel(
         loss_parallel: Whether the head's output stays split for a loss in ``plan.loss_context()``.
         fused_by_head: Whether the rows of a fused projection (``qkv``) are ordered by head, then query, key and value.
             A projection with all queries first cannot be split.
+        example: Arguments of a call of the model: a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments. Values do not matter. Default: token ids of shape ``[3, 2 * tp]``, or the images of a Hugging
+            Face model.
 
     Raises:
         UsageError: ``tp`` does not divide a number of heads, a hidden size, or the size of the vocabulary; the model is
-            sharded already; a layer has an unknown role; or the options contradict each other.
+            sharded already; a layer has an unknown role; the runs do not prove the plan; or the options contradict each
+            other.
     """
     if tp < 1:
         raise UsageError(f"plan_tensor_parallel(tp={tp}): expected at least 1")
@@ -208,9 +225,11 @@ def plan_tensor_parallel(
             "split the sequence"
         )
     _check_sizes(parts, tp, vocabulary=vocabulary, fused_by_head=fused_by_head)
+    roles = _roles(parts, tp, vocabulary=vocabulary)
+    flow = _prove(model, parts, roles, example, sequence_parallel=sequence_parallel)
     plan = TensorParallelPlan(tp, sequence_parallel, loss_parallel)
     plan.model_class, plan.model_layers = type(model).__name__, tuple(list_layers(model))
-    _Planner(model, parts, plan).plan(vocabulary=vocabulary)
+    _Planner(model, parts, plan, roles, flow).plan(vocabulary=vocabulary)
     return plan
 
 
@@ -234,6 +253,76 @@ def _check_sizes(parts: Transformer, tp: int, *, vocabulary: bool, fused_by_head
         _check_divides(tp, size, f"the vocabulary of {size} entries of {parts.embedding!r}", advice)
 
 
+def _roles(parts: Transformer, tp: int, *, vocabulary: bool) -> SplitRoles:
+    roles = SplitRoles(tp, norms=list(parts.final_norms))
+    for block in parts.blocks:
+        roles.columns += [*block.attention.inputs, *block.feed_forward.ups]
+        roles.rows += [block.attention.output, block.feed_forward.down]
+        roles.heads += block.attention.attributes
+        roles.norms += block.norms
+    if vocabulary:
+        roles.vocabulary = [name for name in (parts.embedding, parts.head) if name is not None]
+    return roles
+
+
+_OTHER_PLAN = "Otherwise write a plan of torch's parallel styles and call parallelize_module"
+
+
+def _prove(model: nn.Module, parts: Transformer, roles: SplitRoles, given: Any, *, sequence_parallel: bool) -> Dataflow:
+    """Proves that the ranks compute the same as the whole model; adds the roles of norms if the sequence is split.
+
+    Raises:
+        UsageError: They do not, or the model cannot run without values.
+    """
+    failure: Exception | None = None
+    for example in examples(model, roles.tp, given):
+        try:
+            whole = trace(model, roles, example)
+            break
+        except UsageError as error:
+            raise UsageError(f"tp={roles.tp} for {type(model).__name__}: {error}. {_OTHER_PLAN}") from error
+        except Exception as error:  # runs the user's modules
+            failure = failure or error
+    else:
+        assert failure is not None
+        reason = str(failure).partition("\n")[0]
+        raise UsageError(
+            f"{type(model).__name__} cannot run without values, which plan_tensor_parallel needs to prove the "
+            f"plan ({type(failure).__name__}: {reason}). Pass example=, the arguments of a call. The forward must not "
+            f"depend on values of tensors. {_OTHER_PLAN}"
+        ) from failure
+    advice = _OTHER_PLAN
+    if sequence_parallel:
+        _split_sequence(parts, roles, whole)
+        advice = f"Try sequence_parallel=False. {_OTHER_PLAN}"
+    try:
+        return trace(model, roles, example, whole)
+    except UsageError as error:
+        options = ", sequence_parallel=True" if sequence_parallel else ""
+        raise UsageError(f"tp={roles.tp}{options} for {type(model).__name__}: {error}. {advice}") from error
+
+
+def _split_sequence(parts: Transformer, roles: SplitRoles, whole: Dataflow) -> None:
+    """Chooses the norms that gather the sequence.
+
+    Raises:
+        UsageError: A layer that is split by columns does not follow a norm.
+    """
+    in_blocks = {name for block in parts.blocks for name in block.norms}
+    for name in roles.columns:
+        if whole.feeding.get(name) not in in_blocks:
+            raise UsageError(
+                f"sequence_parallel=True: the input of {name!r} is not the output of a norm of its block, which would "
+                "gather the sequence: only pre-norm models can split the sequence"
+            )
+    final = parts.final_norms[0]
+    feeding = {whole.feeding[name] for name in roles.columns}
+    heads = {whole.feeding.get(name) for name in roles.vocabulary}
+    roles.sequence_from = parts.blocks[0].name
+    roles.gathered = frozenset(feeding | ({final} & heads))
+    roles.gathered_locally = "" if final in heads else final
+
+
 def _check_divides(tp: int, size: int, what: str, advice: str = "") -> None:
     if size % tp:
         raise UsageError(f"tp={tp} does not divide {what}{advice}")
@@ -252,10 +341,16 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 class _Planner:
     """Fills a plan with the styles and collectives of every module."""
 
-    def __init__(self, model: nn.Module, parts: Transformer, plan: TensorParallelPlan) -> None:
-        self._model, self._parts, self._plan = model, parts, plan
+    def __init__(
+        self, model: nn.Module, parts: Transformer, plan: TensorParallelPlan, roles: SplitRoles, flow: Dataflow
+    ) -> None:
+        self._model, self._parts, self._plan, self._roles = model, parts, plan, roles
         self._names = {id(module): name for name, module in model.named_modules()}
         self._sequence = plan.sequence_parallel
+        self._partial: dict[str, list[str]] = {}
+        for parameter, owner in flow.partial.items():
+            if owner not in roles.gathered and owner != roles.gathered_locally:
+                self._partial.setdefault(owner, []).append(parameter)
 
     def plan(self, *, vocabulary: bool) -> None:
         parts = self._parts
@@ -273,18 +368,27 @@ class _Planner:
             self._add(parts.blocks[0].name, "input", None, SplitSequence(), gathered)
         for block in parts.blocks:
             self._block(block)
-        split_head = vocabulary and parts.head is not None
-        if self._sequence and split_head:
-            self._norm(parts.final_norms[0], width)
-        elif self._sequence:
-            name, gather = parts.final_norms[0], Collective("all_gather", CollectivePhase.FORWARD, last_dim=width)
-            self._add(name, "sequence", None, GatheredNorm(local=True), gather, *self._partial_gradients(name))
-        if split_head:
+        self._partial_modules([*self._partial])
+        if self._sequence:
+            self._final_norm(parts.final_norms[0], width)
+        if vocabulary and parts.head is not None:
             self._head(width)
+
+    def _final_norm(self, name: str, width: int) -> None:
+        if name in self._roles.gathered:
+            self._norm(name, width)
+            return
+        gather = Collective("all_gather", CollectivePhase.FORWARD, last_dim=width)
+        self._add(name, "sequence", None, GatheredNorm(local=True), gather, *self._partial_gradients(name))
 
     def _add(
         self, name: str, style_name: str, part: str | None, style: ParallelStyle, *collectives: Collective
     ) -> None:
+        if name in self._plan.styles:
+            raise UsageError(
+                f"{name!r} has parameters of its own, whose gradients are sums over the ranks, and is split itself: "
+                "move the parameters into a module of their own"
+            )
         share = "whole" if part is None else f"{part} 1/{self._plan.tp}"
         self._plan.styles[name] = style
         self._plan.layers.append(SplitLayer(name, style_name, share, collectives))
@@ -293,14 +397,23 @@ class _Planner:
         attention, feed_forward = block.attention, block.feed_forward
         if self._sequence:
             for name in block.norms:
-                self._norm(name, block.width)
+                if name in self._roles.gathered:
+                    self._norm(name, block.width)
         for name in attention.inputs:
             self._column(name, block.width)
         self._row(attention.output, block.width)
         for name in feed_forward.ups:
             self._column(name, block.width)
         self._row(feed_forward.down, block.width)
+        self._partial_modules([owner for owner in self._partial if f"{owner}.".startswith(f"{block.name}.")])
         self._plan.heads += [(self._names[id(module)], attribute) for module, attribute in attention.attributes]
+
+    def _partial_modules(self, owners: Sequence[str]) -> None:
+        for owner in owners:
+            names = self._partial.pop(owner)
+            parameters = map(self._model.get_parameter, names)
+            style = PartialGradients([name.rpartition(".")[2] for name in names])
+            self._add(owner, "partial", None, style, *map(_summed, parameters))
 
     def _column(self, name: str, width: int) -> None:
         # With sequence parallelism the norm before the layer gathers the sequence and adds the gradients.
@@ -343,13 +456,12 @@ class _Planner:
 
     def _partial_gradients(self, name: str) -> Iterator[Collective]:
         """Yields the sums of gradients of whole parameters that each rank computes from its part of the sequence."""
-        for parameter in self._model.get_submodule(name).parameters(recurse=False):
-            size, item_size = parameter.numel(), parameter.element_size()
-            yield Collective("all_reduce", CollectivePhase.GRADIENTS, last_dim=size, item_size=item_size)
+        yield from map(_summed, self._model.get_submodule(name).parameters(recurse=False))
 
 
-SEQUENCE_DIM = 1
-"""Dimension of activations along the sequence: ``[batch, length, width]``."""
+def _summed(parameter: nn.Parameter) -> Collective:
+    size, item_size = parameter.numel(), parameter.element_size()
+    return Collective("all_reduce", CollectivePhase.GRADIENTS, last_dim=size, item_size=item_size)
 
 
 class SplitSequence(ParallelStyle):
@@ -357,6 +469,12 @@ class SplitSequence(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            length, tp = inputs[0].shape[SEQUENCE_DIM], device_mesh.size()
+            if length % tp:
+                raise UsageError(
+                    f"sequence parallelism over tp={tp} ranks: tp does not divide the sequence length {length}. Use "
+                    f"sequences of {length + -length % tp} tokens, or plan with sequence_parallel=False"
+                )
             whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
             return (whole.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local(), *inputs[1:])
 
@@ -379,10 +497,9 @@ class GatheredNorm(ParallelStyle):
         self._local = local
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def replicate(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                values = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-                part.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+        def replicate(__: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for name, _ in list(part.named_parameters(recurse=False)):
+                _replicate(part, name, mesh)
 
         def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
             part: torch.Tensor = inputs[0]
@@ -393,3 +510,42 @@ class GatheredNorm(ParallelStyle):
             return whole.to_local() if self._local else whole
 
         return distribute_module(module, device_mesh, replicate, enter, leave)  # type: ignore[arg-type]
+
+
+class PartialGradients(ParallelStyle):
+    """A module that computes with its rank's part of heads, features or sequence.
+
+    The parameters are whole on every rank, and their gradients are sums over the ranks.
+
+    Args:
+        parameters: Names of the parameters in the module.
+    """
+
+    def __init__(self, parameters: Sequence[str]) -> None:
+        super().__init__()
+        self._parameters = tuple(parameters)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        calls: list[dict[str, nn.Parameter]] = []
+
+        def enter(part: nn.Module, _: tuple[Any, ...]) -> None:
+            whole: dict[str, Any] = {name: part._parameters[name] for name in self._parameters}
+            calls.append(whole)
+            for name, parameter in whole.items():  # __setattr__ takes parameters only
+                part._parameters[name] = parameter.to_local(grad_placements=[Partial()])
+
+        def leave(part: nn.Module, _: tuple[Any, ...], __: object) -> None:
+            if calls:  # otherwise a hook before `enter` has raised
+                part._parameters.update(calls.pop())
+
+        for name in self._parameters:
+            _replicate(module, name, device_mesh)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+def _replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    parameter = module.get_parameter(name)
+    values = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))

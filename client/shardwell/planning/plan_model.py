@@ -368,6 +368,7 @@ def divide(shapes: ShapeModel, world: World, options: DivisionOptions) -> Divisi
         sequence_parallel=options.sequence_parallel,
         loss_parallel=options.loss_parallel,
         fused_by_head=options.fused_by_head,
+        example=_example_of(shapes),
     )
     if schedule is None:
         saved, unknown = record_activations(shapes)
@@ -379,6 +380,13 @@ def divide(shapes: ShapeModel, world: World, options: DivisionOptions) -> Divisi
             unknown=unknown,
         )
     return _divide_into_stages(shapes, schedule, tensor_plan, options.split_by)
+
+
+def _example_of(shapes: ShapeModel) -> Any:
+    """Returns the example call as ``plan_tensor_parallel`` takes it. None: there is none."""
+    if not shapes.keywords:
+        return shapes.arguments or None
+    return inspect.signature(shapes.module.forward).bind(*shapes.arguments, **shapes.keywords).arguments
 
 
 def _divide_into_stages(

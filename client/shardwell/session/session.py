@@ -65,6 +65,7 @@ def join(
     consistency: Consistency | None = None,
     resume: str | None = None,
     rewrap: bool | None = None,
+    allow_gradient_differences: bool | None = None,
     reduction_groups: tuple[int, ...] | None = None,
     transfers: TransferOptions | None = None,
     waits: WaitOptions | None = None,
@@ -110,6 +111,9 @@ def join(
             The world and the numbers of trainers and servers may differ from those at the time of the checkpoint.
         rewrap: Whether the model may be wrapped into other units than those of the checkpoint. With another ``tp`` or
             ``pp`` it always may. Default: False.
+        allow_gradient_differences: Whether tensor-parallel ranks may compute different gradients of a parameter that
+            all of them hold; that of rank 0 counts. Only for ranks on different hardware, or kernels that are not
+            deterministic. Default: False, a difference is an error.
         reduction_groups: Order in which the gradients of data ranks are added: sizes of groups, innermost first, that
             multiply to dp. With ``(4, 2)``, the gradients of ranks 0 to 3 are added in rank order, then those of 4 to
             7, and then the two sums. Default: all gradients are added in rank order.
@@ -186,7 +190,7 @@ class Session:
             spare_hint=self._spare_hint(),
         )
         self.store = RunStore(self._membership, config, self._state)
-        self._committer = StepCommitter(self._membership)
+        self._committer = StepCommitter(self._membership, allow_gradient_differences=config.allow_gradient_differences)
         self._start_training()
         service_client.watch(_disown_all)
         _open_sessions.add(self)

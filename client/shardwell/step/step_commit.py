@@ -49,14 +49,15 @@ class StepCommitter:
 
     Args:
         membership: The membership of this trainer.
+        allow_gradient_differences: Whether tensor-parallel ranks may have other gradients of what all of them hold.
 
     Attributes:
         stats: Seconds that the training thread has waited for other trainers' work, for norms and for commits, and has
             updated optimizer partitions, by the names of ``Session.stats``.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, membership: Membership, *, allow_gradient_differences: bool = False) -> None:
+        self._membership, self._allow_gradient_differences = membership, allow_gradient_differences
         self.stats = dict.fromkeys(("finish_wait_s", "norm_wait_s", "commit_wait_s", "partition_update_s"), 0.0)
         self._last_finished: LastFinished | None = None
 
@@ -100,6 +101,7 @@ class StepCommitter:
         Raises:
             DeadlineError: Other trainers did not finish in time.
             ReplicaLostError: Another trainer of this trainer's replica was lost.
+            ConflictError: The tensor-parallel ranks of an item have different gradients of what all hold.
         """
         request = coordinator_pb2.FinishWorkRequest(
             context=self._membership.context(step),
@@ -108,6 +110,7 @@ class StepCommitter:
             accept_work=accept_work,
             accept_copies=accept_twins,
             item_limit=item_limit,
+            allow_gradient_differences=self._allow_gradient_differences,
         )
         fault_points.reach("client.finish_work.before", step=step)
         started = time.perf_counter()
@@ -128,7 +131,10 @@ class StepCommitter:
     def report_finished(self, step: int, finished: Sequence[coordinator_pb2.FinishedItem]) -> None:
         """Reports finished items and does not wait for anything. Errors have no effect: the process is about to end."""
         request = coordinator_pb2.FinishWorkRequest(
-            context=self._membership.context(step), trainer=self._membership.trainer, items=finished
+            context=self._membership.context(step),
+            trainer=self._membership.trainer,
+            items=finished,
+            allow_gradient_differences=self._allow_gradient_differences,
         )
         try:
             self._membership.call("FinishWork", request)

@@ -176,7 +176,9 @@ class Step:
         is_asynchronous, number = work.state.asynchronous, item.item.number
         seed_generators(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
         try:
-            yield self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
+            batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
+            work.items.agree_on_item(item, batch)
+            yield batch
             if work.state.number != step:
                 raise UsageError(
                     f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "

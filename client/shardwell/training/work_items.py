@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 from shardwell.step.step_state import ItemState, WorkItemState
+from shardwell.training.batch_fingerprint import fingerprint
 from shardwell.training.rejoining import Iteration, Rejoining
 from shardwell.training.training import Training
 from shardwell_wire.errors import StaleEpochError, StepRestartedError, UsageError, VersionGoneError
@@ -84,8 +85,17 @@ class WorkItems:
         item.written = self._buffers.written()
         if self._store.gradients.may_have_twins:
             self._membership.start_item(self._state.number, item.item.global_rank)
-        self._training.replica.require_same_item(item.item)
         return True
+
+    def agree_on_item(self, item: WorkItemState, batch: object) -> None:
+        """Checks that all trainers of the replica start this item, the tensor-parallel ranks with the same batch.
+
+        Raises:
+            ReplicaLostError: They start different items, or one of them was lost.
+            UsageError: Tensor-parallel ranks have different batches.
+        """
+        replica = self._training.replica
+        replica.require_same_item(item.item, fingerprint(batch) if replica.has_tensor_ranks else 0)
 
     def stop_item(self) -> None:
         """Called when the loop over ``step.batches`` ends early or raises: this trainer computes no item."""

@@ -1862,6 +1862,7 @@ class FinishWorkRequest(google.protobuf.message.Message):
     WAIT_S_FIELD_NUMBER: builtins.int
     ACCEPT_COPIES_FIELD_NUMBER: builtins.int
     ITEM_LIMIT_FIELD_NUMBER: builtins.int
+    ALLOW_GRADIENT_DIFFERENCES_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     accept_work: builtins.bool
@@ -1873,6 +1874,10 @@ class FinishWorkRequest(google.protobuf.message.Message):
     item_limit: builtins.int
     """In an asynchronous run: number of work items that each data rank is to compute. The caller gets no item from this
     number on, until it sends another limit. Unset: unchanged; at first, there is no limit.
+    """
+    allow_gradient_differences: builtins.bool
+    """True: gradients that tensor-parallel ranks should have in common may differ. The one of tensor-parallel rank 0
+    counts. False: a difference is the status FAILED_PRECONDITION for all trainers of the replica.
     """
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
@@ -1892,9 +1897,10 @@ class FinishWorkRequest(google.protobuf.message.Message):
         wait_s: builtins.float = ...,
         accept_copies: builtins.bool = ...,
         item_limit: builtins.int | None = ...,
+        allow_gradient_differences: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_item_limit", b"_item_limit", "context", b"context", "item_limit", b"item_limit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_item_limit", b"_item_limit", "accept_copies", b"accept_copies", "accept_work", b"accept_work", "context", b"context", "item_limit", b"item_limit", "items", b"items", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_item_limit", b"_item_limit", "accept_copies", b"accept_copies", "accept_work", b"accept_work", "allow_gradient_differences", b"allow_gradient_differences", "context", b"context", "item_limit", b"item_limit", "items", b"items", "trainer", b"trainer", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_item_limit", b"_item_limit"]) -> typing.Literal["item_limit"] | None: ...
 
 global___FinishWorkRequest = FinishWorkRequest

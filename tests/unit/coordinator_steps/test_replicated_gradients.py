@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwell.data_plane.gradient_parts import GradientChecksums
-from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.errors import ConflictError, InvalidRequestError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, optimizer, unit
@@ -67,10 +67,15 @@ def differences(cluster: Harness) -> list[str]:
 async def test_a_different_gradient_is_an_event_that_names_parameter_replica_and_step(cluster: Harness) -> None:
     trainers = await cluster.team(*"abcdefgh", world=WORLD)
     await cluster.publish_unit(trainers, "u", *SHAPES)
-    for trainer in trainers:
+    for trainer in sorted(trainers, key=lambda trainer: trainer.ranks[0]):
         (rank,) = trainer.ranks
         wrong = WORLD.coordinates(rank).dp_rank == 1 and WORLD.coordinates(rank).tp_rank == 1
-        await trainer.finish(0, report(trainer, {0: 5, 1: 8 if wrong else 7}))
+        work = trainer.finish(0, report(trainer, {0: 5, 1: 8 if wrong else 7}))
+        if wrong:  # the other stage of the replica gets the error of the first one
+            with pytest.raises(ConflictError, match=r"different gradients of parameters of unit 'u'"):
+                await work
+        else:
+            await work
     (message,) = differences(cluster)
     player = {trainer.ranks[0]: trainer.name for trainer in trainers}
     assert message.startswith(
@@ -93,17 +98,30 @@ async def test_equal_gradients_are_no_event_and_stages_are_not_compared(cluster:
 
 
 @pytest.mark.parametrize("values", [{0: 5}, {}], ids=["other", "none"])
-async def test_a_unit_is_reported_once(cluster: Harness, values: dict[int, int]) -> None:
+async def test_allowed_differences_are_one_event_per_unit(cluster: Harness, values: dict[int, int]) -> None:
     """A gradient that one rank lacks differs, too."""
 
     a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
     await cluster.publish_unit(trainers, "u", *SHAPES)
     for step in range(2):
-        await a.finish(step, report(a, {0: 4}))
-        await b.finish(step, report(b, values))
+        await a.finish(step, report(a, {0: 4}), allow_gradient_differences=True)
+        await b.finish(step, report(b, values), allow_gradient_differences=True)
         assert len(differences(cluster)) == 1
         proposed = optimizer(groups=(0, 0))
         await asyncio.gather(*(each.commit(step, wait_s=5, optimizer=proposed) for each in trainers))
+
+
+async def test_all_trainers_of_the_item_get_the_error_and_the_step_is_not_finished(cluster: Harness) -> None:
+    a, b = trainers = await cluster.team(*"ab", world=World(tp=2))
+    await cluster.publish_unit(trainers, "u", *SHAPES)
+    waiting = asyncio.create_task(a.finish(0, report(a, {0: 4}), wait_s=30))
+    await asyncio.sleep(0)
+    for _ in range(2):  # a repeated request has the same answer
+        with pytest.raises(ConflictError, match=r"'u.0': rank 1 \(trainer 'b'\) and rank 0 \(trainer 'a'\)"):
+            await b.finish(0, report(b, {0: 5}))
+    with pytest.raises(ConflictError, match=r"'u.0': rank 1 \(trainer 'b'\) and rank 0 \(trainer 'a'\)"):
+        await waiting
+    assert len(differences(cluster)) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import plan_tensor_parallel
@@ -26,11 +27,19 @@ class Attention(nn.Module):
         self.n_heads = num_heads
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part(x).unflatten(-1, (self.n_heads, -1)) for part in (self.wq, self.wk, self.wv))
+        mixed = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)))
+        return self.wo(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
 
 class LlamaMLP(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.w1, self.w2, self.w3 = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.Linear(width, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
 
 
 class LlamaBlock(nn.Module):
@@ -40,13 +49,19 @@ class LlamaBlock(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
 class Blocks(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def test_gpt_layers_are_split_by_columns_and_rows() -> None:
@@ -70,7 +85,7 @@ def test_gpt_layers_are_split_by_columns_and_rows() -> None:
 
 
 def test_layers_of_llama_are_found_by_name_and_size_in_any_order() -> None:
-    plan = plan_tensor_parallel(Blocks(LlamaBlock(), LlamaBlock()), 4)
+    plan = plan_tensor_parallel(Blocks(LlamaBlock(), LlamaBlock()), 4, example=torch.zeros(2, 8, 8))
     styles = {layer.name.removeprefix("layers.0."): layer.style for layer in plan.layers[:7]}
     assert styles == {
         "attention.wq": "column",

@@ -71,8 +71,8 @@ class StepRpcs(CoordinatorRpcs):
             run.changes.touch()
         reported = {report.global_rank for report in reports}
         finished = check_reports(step, member.name, reports, run.units.layouts)
+        self._compare_gradients(run, step, finished, is_allowed=request.allow_gradient_differences)
         are_last = run.work.finish_items(member, step, finished)
-        self._compare_gradients(run, step, finished)
         if are_last:
             run.changed.notify()
             if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
@@ -106,12 +106,22 @@ class StepRpcs(CoordinatorRpcs):
         await self._state.save(run)
         return response
 
-    def _compare_gradients(self, run: Run, step: Step, finished: Sequence[FinishedWork]) -> None:
-        """Adds an event for each unit of which the trainers of a newly finished item computed different gradients."""
-        for item in (work.item for work in finished if not work.item.unfinished):
-            for unit, message in find_differences(item, step.number, run.settings.world, run.units):
+    def _compare_gradients(self, run: Run, step: Step, finished: Sequence[FinishedWork], *, is_allowed: bool) -> None:
+        """Adds an event for each unit of which the trainers of an item computed different gradients.
+
+        The event is added once per unit.
+
+        Raises:
+            ConflictError: They did, and differences are not allowed. All trainers of the item get this error.
+        """
+        for unit, item, message in find_differences(finished, step.number, run.settings.world, run.units):
+            if not unit.gradients_differed:
                 unit.gradients_differed = True
                 self._state.events.add(EventKind.GRADIENTS_DIFFER, message, run=run.name)
+            if not is_allowed:
+                item.refused = item.epoch, item.attempt, message
+                run.changed.notify()
+                item.require_same_gradients()
 
     def _find_work(
         self,
@@ -126,6 +136,9 @@ class StepRpcs(CoordinatorRpcs):
         run.require_member(member.name, member.epoch)
         if not run.work.is_in_flight(step):
             return coordinator_pb2.FinishWorkResponse(all_finished=True)
+        for item in step.items.values():
+            if item.member_of(member.name) is not None:
+                item.require_same_gradients()
         self._coordinator.servers.require_available(run)
         if step.all_finished:
             return coordinator_pb2.FinishWorkResponse(all_finished=True, last_finished=step.last_finished)

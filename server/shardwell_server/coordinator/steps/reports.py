@@ -2,8 +2,8 @@
 
 All tensor-parallel ranks of a replica compute the gradients of parameters that all of them hold. Rank 0 pushes these.
 Each rank reports their checksums with its finished work item. Different checksums mean that the ranks have computed
-different things, for example with other activations, or that their hardware or numbers of threads differ. The step goes
-on with the gradient of rank 0.
+different things, for example with other activations, or that their hardware or numbers of threads differ. The item is
+not finished then, unless its trainers allow differences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 
 from shardwell_server.coordinator.placed_units import Unit
-from shardwell_server.coordinator.steps.step import FinishedWork, ItemReport, MemberWork, Step, WorkItem
+from shardwell_server.coordinator.steps.step import NO_REPORT, FinishedWork, ItemReport, MemberWork, Step, WorkItem
 from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatchError, StepStateError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS, check_path, check_scalars
@@ -183,34 +183,46 @@ def _require_same(
         )
 
 
-def find_differences(item: WorkItem, step: int, world: World, units: Iterable[Unit]) -> Iterator[tuple[Unit, str]]:
-    """Yields the units of which the trainers of a finished item computed different gradients, and messages about them.
+def find_differences(
+    finished: Sequence[FinishedWork], step: int, world: World, units: Iterable[Unit]
+) -> Iterator[tuple[Unit, WorkItem, str]]:
+    """Yields the units of which the trainers of an item computed different gradients, the items, and messages.
 
-    Leaves out units for which an earlier step found a difference.
+    Args:
+        finished: What is newly finished. It is not recorded yet.
+        step: Number of the step.
+        world: The run's world.
+        units: The run's units.
     """
     if world.tp == 1:
         return
-    groups: dict[int, list[MemberWork]] = {}
-    for member in item.members.values():
-        groups.setdefault(world.coordinates(member.global_rank).pp_rank, []).append(member)
-    for unit in units:
-        if not unit.gradients_differed:
+    new = {work.member.global_rank: work.report for work in finished}
+    for item in {id(work.item): work.item for work in finished}.values():
+        groups: dict[int, list[_Reported]] = {}
+        for member in item.members.values():
+            if (report := new.get(member.global_rank, member.report)) is not NO_REPORT:
+                pp_rank = world.coordinates(member.global_rank).pp_rank
+                groups.setdefault(pp_rank, []).append((member, report.gradient_checksums))
+        for unit in units:
             for pp_rank in unit.layout.pp_ranks:
-                if lines := _differences(unit, groups[pp_rank]):
-                    yield unit, _message(item, step, unit, pp_rank, lines)
+                if lines := _differences(unit, groups.get(pp_rank, ())):
+                    yield unit, item, _message(item, step, unit, pp_rank, lines)
                     break
 
 
-def _differences(unit: Unit, members: Sequence[MemberWork]) -> list[str]:
+_Reported = tuple[MemberWork, Mapping[tuple[int, int], int]]
+"""A member of an item, and its checksums by unit and parameter index."""
+
+
+def _differences(unit: Unit, members: Sequence[_Reported]) -> list[str]:
     """Returns a text for each parameter whose gradient differs between the first member and others."""
     lines: list[str] = []
-    first = members[0]
-    if all(member.report.gradient_checksums == first.report.gradient_checksums for member in members[1:]):
+    if not members or all(checksums == members[0][1] for _, checksums in members[1:]):
         return lines
+    first, expected = members[0]
     for index, parameter in enumerate(unit.layout.parameters):
         key = unit.index, index
-        expected = first.report.gradient_checksums.get(key)
-        others = [member for member in members[1:] if member.report.gradient_checksums.get(key) != expected]
+        others = [member for member, checksums in members[1:] if checksums.get(key) != expected.get(key)]
         if others:
             ranks = ", ".join(f"{member.global_rank} (trainer {member.trainer!r})" for member in others)
             lines.append(f"{parameter.name!r}: rank {ranks} and rank {first.global_rank} (trainer {first.trainer!r})")
@@ -222,9 +234,10 @@ def _message(item: WorkItem, step: int, unit: Unit, pp_rank: int, lines: Sequenc
     return (
         f"step {step}: tensor-parallel ranks of dp rank {item.dp_rank}, pipeline rank {pp_rank}, computed different "
         f"gradients of parameters of unit {unit.layout.unit!r} that all of them hold: "
-        f"{'; '.join(lines[:_MAX_NAMED])}{more}. The gradient of tensor-parallel rank 0 counts. If the trainers have "
-        "the same hardware and number of threads, the ranks compute with different values: check that all of them get "
-        "the same batch and the same random numbers. Later differences of this unit are not reported"
+        f"{'; '.join(lines[:_MAX_NAMED])}{more}. Check that the ranks get the same batch and random numbers, and "
+        "that the plan sums the gradient of a parameter that a rank uses with its own heads or its own part of the "
+        "sequence, as plan_tensor_parallel does. If only rounding can differ, because the hardware differs or a kernel "
+        "is not deterministic, pass join(allow_gradient_differences=True): the gradient of rank 0 counts then"
     )
 
 

@@ -20,6 +20,7 @@ from enum import Enum, auto
 
 from shardwell_server.coordinator.steps.proposals import PreparedGradients, Proposals, StepProposal
 from shardwell_wire.errors import (
+    ConflictError,
     InvalidRequestError,
     ShardwellError,
     StaleEpochError,
@@ -153,6 +154,8 @@ class WorkItem:
     """That trainer."""
     is_twin: bool = False
     """True if the trainer computed the twin item, which has won or has become the only one."""
+    refused: tuple[int, int, str] | None = None
+    """Epoch, attempt and message of the attempt whose gradients differ between tensor-parallel ranks."""
 
     def enter(self, state: WorkState, now: float) -> None:
         """Changes the state at clock time ``now``. All changes of state go through here."""
@@ -173,6 +176,11 @@ class WorkItem:
     def first_trainer(self) -> str:
         """The trainer of the member with tp rank 0 and pp rank 0."""
         return self.members[self.first_rank].trainer
+
+    def require_same_gradients(self) -> None:
+        """Raises ConflictError if tensor-parallel ranks reported different gradients of the current attempt."""
+        if self.refused is not None and self.refused[:2] == (self.epoch, self.attempt):
+            raise ConflictError(self.refused[2])
 
     def member_of(self, trainer: str) -> MemberWork | None:
         """Returns the member that a trainer plays. No trainer plays two members of one item."""
