@@ -41,7 +41,7 @@ CHECKS = (
     Check("memory", 30, "speed.compare_memory"),
     Check("offload", 30, "features.offload"),
     Check("compile", 70, "features.compile_blocks"),
-    Check("load-export", 20, "features.load_and_export", ("transformers", "safetensors")),
+    Check("load-export", 40, "features.load_and_export", ("transformers", "safetensors")),
     Check("two-gpus-tp", 60, "processes.split_over_gpus", num_gpus=2),
     Check("two-gpus-node-group", 60, "processes.share_over_gpus", num_gpus=2),
 )

@@ -15,6 +15,7 @@ from unittest import mock
 import psutil
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import shardwell
@@ -106,6 +107,8 @@ class Steps:
     peak_bytes: int
     details: dict[str, float]
     """Of the steps with the most tokens: seconds and bytes per step, and processors in use."""
+    profile: str = ""
+    """What took most of the device's time in one more step."""
 
 
 def run_steps(
@@ -192,6 +195,8 @@ def _report_streamed(task: Task, name: str, streamed: Steps, resident: Steps) ->
         f"{name}, {most} tokens: rates, time without a wait",
         f"{rates}, gather {waits['gather']:.0%}, push {waits['push']:.0%}",
     )
+    if streamed.profile:
+        task.row(f"{name}: most of a step's time on the device, ms", streamed.profile)
     task.row(f"{name}: processors, peak on the GPU", f"{details['cores']:.1f}, {streamed.peak_bytes / 1e9:.1f} GB")
     count = min(3, len(streamed.losses))  # the first steps, all with the same batch
     ours, theirs = (losses[0] - losses[count - 1] for losses in (streamed.losses, resident.losses))
@@ -263,8 +268,25 @@ def _run_streamed(
             return loss.detach()
 
         found = run_steps(task, sizes, step, session, pids, is_slow=is_slow)
+        if not is_slow and task.left_s > 25:
+            found.profile = profile_of(task, lambda: step(batch_of(sizes, sizes.tokens[0], task.device)))
+    task.reset_peak()  # shared memory that this process has registered exists until it is released
     delete_run(cluster.address, run)
     return found
+
+
+def profile_of(task: Task, step: Callable[[], object]) -> str:
+    """Runs one step under torch's profiler; returns the kernels and copies that took most time, on all streams."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if task.on_gpu else [])]
+    try:
+        with profile(activities=activities) as profiler:
+            step()
+            task.sync()
+    except RuntimeError as error:  # a driver may not let this user profile
+        return f"no profile: {error}".splitlines()[0]
+    name = "self_device_time_total" if task.on_gpu else "self_cpu_time_total"
+    longest = sorted(profiler.key_averages(), key=lambda each: getattr(each, name), reverse=True)[:8]
+    return ", ".join(f"{each.key[:40]} {getattr(each, name) / 1e3:.1f}" for each in longest)
 
 
 def delete_run(address: str, run: str) -> None:

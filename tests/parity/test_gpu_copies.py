@@ -87,14 +87,18 @@ def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("count", [0, 1, 6])
 def test_gradients_of_a_unit_reach_the_host_in_one_copy(count: int) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.float32)
-    tensors = [torch.randn(7 + number, 3).to(dtypes[number]).T for number in range(count)]
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.float32, torch.float32)
+    sizes = (7, 8, 9, 1, 0, 11)
+    tensors = [torch.randn(sizes[number], 3).to(dtypes[number]).T for number in range(count)]
     with fake_gpu() as gpu:
         copies, wait = device_copies.to_host(tensors)
         wait()
         assert len(gpu.pinned_bytes) == min(count, 1)
+        pushes: Any = device_copies._push_stream(torch.device("cpu"))
+        assert pushes.waited_for == [gpu.compute] * min(count, 1), "the copy follows the kernels that made the values"
+        assert pushes is not device_copies._gather_stream(torch.device("cpu"))
     for tensor, copy in zip(tensors, copies, strict=True):
         assert copy.dtype == tensor.dtype
         assert torch.equal(copy, tensor.contiguous().view(-1))
