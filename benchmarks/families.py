@@ -11,6 +11,7 @@ fails the check.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -362,7 +363,12 @@ def main() -> None:
         if not verdict.passes:
             print(f"{verdict.case}: {verdict.result}: {verdict.detail}")
     if arguments.save:
-        (RESULTS / "families.md").write_text(table(verdicts) + "\n")
+        versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
+        head = (
+            f"`python -m benchmarks.families --save`, {time.strftime('%Y-%m-%d')}, {versions}: largest difference of a "
+            f"weight from one process after {STEPS} steps of SGD, or refused before a step."
+        )
+        (RESULTS / "families.md").write_text(f"{head}\n\n{table(verdicts)}\n")
     sys.exit(not all(verdict.passes for verdict in verdicts))
 
 

@@ -14,6 +14,7 @@ from shardwell.parallel import plan_tensor_parallel
 from tests.support import gloo
 from tests.support.cluster import events
 from tests.support.processes import run_ranks
+from tests.support.small_transformer import Transformer
 
 STEPS, LENGTH, VOCABULARY, WRONG_STEP = 3, 6, 30, 1
 
@@ -135,3 +136,26 @@ def other_batch_worker(rank: int, address: str, run: str) -> None:
 def test_tensor_parallel_ranks_with_different_batches_are_refused(cluster: shardwell.LocalCluster) -> None:
     """With sequence parallelism, the checksums of the gradients are equal all the same: the gradients are summed."""
     run_ranks(other_batch_worker, cluster.address, uuid.uuid4().hex)
+
+
+def unsummed_worker(rank: int, address: str, run: str) -> None:
+    world, waits = shardwell.World(tp=2), shardwell.WaitOptions(wait_limit_s=60)
+    with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", waits=waits) as session:
+        mesh = session.replica_mesh()
+        torch.manual_seed(0)
+        model = Transformer("head norms")
+        plan = plan_tensor_parallel(model, 2)
+        for layer in plan.layers:
+            if layer.style == "partial":  # as in a plan by hand that forgets the norms of queries and keys
+                del plan.styles[layer.name]
+        shardwell.auto_wrap(plan.apply(model, mesh["tp"]), session)
+        step = next(session.steps(1))
+        with pytest.raises(shardwell.ConflictError, match=r"'blocks.0.attn.q_norm.weight': rank 1 .* and rank 0"):
+            for tokens, targets in step.batches(batch):
+                functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+        assert session.step == 0
+    gloo.leave()
+
+
+def test_a_plan_that_forgets_to_sum_gradients_is_an_error_in_the_first_step(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(unsummed_worker, cluster.address, uuid.uuid4().hex)

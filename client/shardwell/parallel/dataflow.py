@@ -250,6 +250,7 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Replaces the forwards of split layers, and divides the numbers of heads."""
         roles, split = self._roles, self._whole is not None and bool(self._roles.sequence_from)
         for name, module in self._named.items():
+            module._compiled_call_impl = None  # of `module.compile()`, which would compile the run
             module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
             module.register_forward_hook(self._leave)
         for name in roles.norms:

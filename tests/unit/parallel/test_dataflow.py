@@ -75,6 +75,17 @@ def test_an_example_stands_for_the_arguments_of_the_call() -> None:
         plan_tensor_parallel(Transformer(), 2, example=odd, sequence_parallel=True)
 
 
+def test_a_compiled_model_is_not_compiled_by_its_plan() -> None:
+    def compiled(*_: object) -> Any:
+        pytest.fail("the model was compiled")
+
+    model = Transformer("head norms")
+    model.compile(backend=compiled)
+    call = model._compiled_call_impl
+    assert partial_modules(model) == {"attn.q_norm", "attn.k_norm"}
+    assert call is not None and model._compiled_call_impl is call
+
+
 def test_a_plan_changes_nothing_in_the_model() -> None:
     model = Transformer("head norms")
     model.register_buffer("calls", torch.zeros(()))
