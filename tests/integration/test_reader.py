@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import uuid
 
 import pytest
 import torch
@@ -238,6 +239,21 @@ def test_a_model_that_does_not_fit_is_refused(cluster: shardwell.LocalCluster) -
             meta = Model()
         with pytest.raises(UsageError, match="not on meta"):
             reader.follow(meta)
+
+
+def test_two_tensors_of_the_run_for_one_parameter_are_refused(cluster: shardwell.LocalCluster) -> None:
+    """As after stages that were built by hand, each with a copy of a tied weight."""
+    apart, tied = (nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, False)}) for _ in range(2))
+    tied["head"].weight = tied["embedding"].weight  # type: ignore[assignment]
+    run = uuid.uuid4().hex
+    with shardwell.join(cluster.address, run=run) as session:
+        for name in apart:
+            shardwell.fully_shard(apart[name], session, name=name)
+        with shardwell.attach(cluster.address, run=run) as reader:
+            before = state_of(tied)
+            with pytest.raises(UsageError, match=r"'embedding.weight' and 'head.weight' are one tensor in the model"):
+                reader.follow(tied)
+            assert all(torch.equal(before[name], value) for name, value in state_of(tied).items())
 
 
 def test_errors_of_attach(cluster: shardwell.LocalCluster) -> None:

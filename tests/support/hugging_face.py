@@ -66,7 +66,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen2": _decoder("Qwen2", num_key_value_heads=2),
     "qwen3": _decoder("Qwen3", **_HEADS),
     "mistral": _decoder("Mistral", sliding_window=3, **_HEADS),
-    "gemma": _decoder("Gemma", **_HEADS),
+    "gemma": _decoder("Gemma", tie_word_embeddings=False, **_HEADS),
     "gemma2": _decoder("Gemma2", sliding_window=3, **_HEADS),
     "phi": _decoder("Phi"),
     "mixtral": _decoder("Mixtral", num_local_experts=4, **_HEADS),

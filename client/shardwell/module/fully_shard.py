@@ -19,7 +19,15 @@ from torch.utils.hooks import RemovableHandle
 from shardwell.module import guards, torch_patches
 from shardwell.module.hooks import hook_modules, hooked_method, keep_attribute
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, attach_casts, cast_buffers, casting_method
-from shardwell.module.new_units import InitFunction, ValueSource, fill_ignored, materialized, plan_units, plan_values
+from shardwell.module.new_units import (
+    InitFunction,
+    ValueSource,
+    fill_ignored,
+    materialized,
+    plan_units,
+    plan_values,
+    tie_of,
+)
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.passes import ForwardBackward, ThreadGuard
 from shardwell.module.residency import UnitSettings
@@ -239,6 +247,8 @@ def _check_nested(
     owner = owner_of(parameter)
     assert owner is not None
     if site not in owner.unit.sites[owner.index]:
+        if (tie := tie_of([site])) is not None:
+            raise tie.refusal()
         raise TiedParameterError(
             f"parameter {name!r} is tied to {owner.name!r} of unit {owner.unit.name!r}: "
             "put both modules into one unit, fully_shard([a, b], session)",
@@ -248,6 +258,8 @@ def _check_nested(
     holders = [module for module in owner.unit.modules if any(part is site.module for part in module.modules())]
     if any(id(module) in inside for module in holders):
         return
+    if (tie := tie_of([site])) is not None:
+        raise tie.refusal()
     within = {id(part) for module in holders for part in module.modules()}
     if any(id(module) in within for module in modules):
         advice = "call fully_shard bottom-up, for inner modules before the modules that contain them"

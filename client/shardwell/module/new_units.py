@@ -141,7 +141,7 @@ class StageTie:
         """
         ranks = tuple(sorted({stage % pp for stage in self.stages}))
         if len(ranks) < len(self.stages) or own_pp_rank not in ranks:
-            raise self._refusal(pp)
+            raise self.refusal(pp)
         return ranks
 
     def check_holders(self, holders: Sequence[int]) -> None:
@@ -151,13 +151,18 @@ class StageTie:
             holders: Pipeline rank of each stage.
         """
         if len({holders[stage] for stage in self.stages}) < len(self.stages):
-            raise self._refusal(len(set(holders)))
+            raise self.refusal(len(set(holders)))
 
-    def _refusal(self, pp: int) -> TiedParameterError:
+    def refusal(self, pp: int | None = None) -> TiedParameterError:
+        """Returns the error for a trainer that runs two of the stages.
+
+        Args:
+            pp: Size of the pipeline axis. None: not known.
+        """
         return TiedParameterError(
             f"parameter {self.names[0]!r} is tied over the stages {', '.join(map(str, self.stages))}, of which one "
-            f"trainer runs two (pp={pp}): keep these layers in one stage, use another number of stages, or a "
-            "schedule other than ZBVZeroBubble and DualPipeV",
+            f"trainer runs two{'' if pp is None else f' (pp={pp})'}: use the schedule 1F1B or GPipe, with which a "
+            "trainer has one stage, or keep these layers in one stage with split_model(..., starts=)",
             parameter=self.names[0],
         )
 

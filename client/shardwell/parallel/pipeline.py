@@ -38,6 +38,7 @@ from shardwell.parallel.splitting import StageExample, micro_batch_of
 from shardwell.parallel.stage_descriptions import describe_by_hand, find_description
 from shardwell.seeds import derive_seed
 from shardwell.session.session import Session, session_of
+from shardwell.weights.weight_files import NAMES_IN_MODEL
 from shardwell_wire.errors import UsageError
 
 
@@ -63,6 +64,9 @@ class PipelineStage(pipelining.PipelineStage):
         example: Shapes and dtypes of one micro-batch, from ``ModelSplit.examples``. They are required: without them,
             torch runs a forward to find the shapes, which changes buffers such as the statistics of ``BatchNorm``.
         group: Process group of the pipeline. None: the default group.
+
+    Raises:
+        UsageError: The stage was made neither by ``split_model`` nor by ``ModelSplit.from_modules``.
     """
 
     def __init__(
@@ -75,6 +79,12 @@ class PipelineStage(pipelining.PipelineStage):
         example: StageExample,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        if num_stages > 1 and NAMES_IN_MODEL not in vars(submodule):
+            raise UsageError(
+                f"stage {stage_index} ({type(submodule).__name__}) was not made by split_model, so nothing has "
+                "compared the stages with the model: a parameter may be in no stage, or be trained as one in each of "
+                "two stages. Pass the model and the stages to shardwell.parallel.ModelSplit.from_modules first"
+            )
         super().__init__(
             submodule,
             stage_index,

@@ -66,12 +66,13 @@ class ModelSplit:
     ) -> None:
         self._class_name = type(model).__name__
         self._modules, self._outline = list(modules), outline
-        _check_coverage(model, self._modules)
         block_classes = sorted({type(block).__name__ for block in find_blocks(model).values()})
-        names = frozenset(model.state_dict(keep_vars=True))
+        names = _names_by_tensor(model)
+        aliases = {name: tuple(tied) for tied in names.values() for name in tied}
         for module in self._modules:
             module._no_split_modules = block_classes  # type: ignore[assignment]  # read by auto_wrap
-            module.__dict__[NAMES_IN_MODEL] = names
+            module.__dict__[NAMES_IN_MODEL] = aliases
+        _check_coverage(type(model).__name__, names, self._modules)
         self.ties = tuple(mark_ties(model, self._modules))
         self.stages = tuple(
             StageDescription(index, tuple(called), tuple(list_layers(module)))
@@ -314,11 +315,23 @@ def _check_plain(model: nn.Module) -> None:
             )
 
 
-def _check_coverage(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Raises UsageError unless the stages hold all tensors of a model, and no others, under the model's names."""
+def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
+    """Returns the names of each parameter and persistent buffer by the tensor's ``id``."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
+        if isinstance(tensor, torch.Tensor):
+            names.setdefault(id(tensor), []).append(name)
+    return names
+
+
+def _check_coverage(class_name: str, names: Mapping[int, Sequence[str]], stages: Sequence[nn.Module]) -> None:
+    """Raises UsageError unless the stages hold all tensors of a model, and no others, under the model's names.
+
+    Args:
+        class_name: Class of the model.
+        names: Its names by the tensor's ``id``.
+        stages: The modules of the stages.
+    """
     held = set[int]()
     for index, stage in enumerate(stages):
         for name, tensor in stage.state_dict(keep_vars=True).items():
@@ -327,12 +340,12 @@ def _check_coverage(model: nn.Module, stages: Sequence[nn.Module]) -> None:
             expected = names.get(id(tensor))
             if expected is None:
                 raise UsageError(
-                    f"{name!r} of stage {index} is no parameter or buffer of {type(model).__name__}: build the stages "
+                    f"{name!r} of stage {index} is no parameter or buffer of {class_name}: build the stages "
                     "of the model's own modules"
                 )
             if name not in expected:
                 raise UsageError(
-                    f"{name!r} of stage {index} has the name {expected[0]!r} in {type(model).__name__}: give the "
+                    f"{name!r} of stage {index} has the name {expected[0]!r} in {class_name}: give the "
                     "modules of the stage the names that they have in the model, such as "
                     f'nn.ModuleDict({{"2": model.blocks[2]}}) for blocks.2'
                 )
@@ -341,7 +354,7 @@ def _check_coverage(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     if left:
         raise UsageError(
             f"no stage has {', '.join(left[:10])}{f' and {len(left) - 10} more' if len(left) > 10 else ''} of "
-            f"{type(model).__name__}, which would not be trained, stored or exported: put each into a stage"
+            f"{class_name}, which would not be trained, stored or exported: put each into a stage"
         )
 
 

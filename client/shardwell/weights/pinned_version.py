@@ -218,7 +218,7 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
     """Returns the parameters of units, in the order of their first parts.
 
     Raises:
-        StepStateError: A part of a parameter is missing.
+        StepStateError: A part of a parameter is missing, or several units store a parameter.
     """
     parts: dict[str, list[StoredPart]] = {}
     for unit in units:
@@ -226,6 +226,13 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
             parts.setdefault(parameter.name, []).append(StoredPart(unit, index))
     for name, found in parts.items():
         stored, total = sum(part.described.numel for part in found), math.prod(found[0].described.box.whole)
+        if stored > total:
+            owners = ", ".join(repr(part.unit.layout.unit) for part in found)
+            raise StepStateError(
+                f"the units {owners} of the run all store {name!r}, so its value is not known: stages that share a "
+                "parameter or buffer must be those of one split_model or ModelSplit.from_modules",
+                parameter=name,
+            )
         if stored != total:
             raise StepStateError(
                 f"the run has {stored} of the {total} elements of parameter {name!r}: the trainers of a "

@@ -243,6 +243,7 @@ def _targets(
         UsageError: Names, shapes or dtypes differ.
     """
     tensors, pairs, unknown, differing, found = _named_tensors(model), [], [], [], set[str]()
+    sources = dict[int, StoredParameter]()
     for stored in (*pinned.parameters, *pinned.buffers):
         wanted = [name for name in map(rename, (stored.name, *stored.aliases)) if name is not None]
         names = [name for name in wanted if name in tensors]
@@ -251,6 +252,8 @@ def _targets(
             unknown.append(repr(stored.name))
         for tensor in {id(tensors[name]): tensors[name] for name in names}.values():
             pairs.append((stored, tensor))
+            if sources.setdefault(id(tensor), stored) is not stored:
+                differing.append(_separate(sources[id(tensor)].name, stored.name))
             how = differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=cast)
             differing += [f"{names[0]!r} is {each}" for each in how]
     missing = [repr(name) for name in tensors if name not in found]
@@ -263,6 +266,13 @@ def _targets(
         advice = ". To use other names than the run's, pass rename=" if unknown and missing else ""
         raise UsageError(f"the model does not fit run {pinned.run!r}: {'; '.join(problems)}{advice}")
     return pairs
+
+
+def _separate(first: str, second: str) -> str:
+    return (
+        f"{first!r} and {second!r} are one tensor in the model and two in the run, which trained them apart (pipeline "
+        "stages keep a tie if split_model or ModelSplit.from_modules makes them)"
+    )
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

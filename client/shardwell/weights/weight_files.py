@@ -43,7 +43,7 @@ WINDOW_BYTES = 4 << 20
 """Bytes of a tensor that are in memory at a time, per upload."""
 
 NAMES_IN_MODEL = "_shardwell_names_in_model"
-"""Attribute of a pipeline stage: names of all parameters and persistent buffers of the whole model."""
+"""Attribute of a pipeline stage: all names of each parameter and persistent buffer of the whole model, by each name."""
 
 _EXPORTED_FILE = re.compile(rf"model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE_NAME)}|{re.escape(INDEX_NAME)}")
 
@@ -208,12 +208,12 @@ def _match(
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
     wanted: dict[int, _Wanted] = {}
-    elsewhere = vars(model).get(NAMES_IN_MODEL, ())  # buffers of a stage that another stage stores have values, too
+    whole = vars(model).get(NAMES_IN_MODEL, {})  # of a stage: what another stage stores has values here, too
     for prefix, part in model.named_modules(remove_duplicate=False):
         buffers = {
             name: item
             for name, item in part._buffers.items()
-            if name not in part._non_persistent_buffers_set or (f"{prefix}.{name}" if prefix else name) in elsewhere
+            if name not in part._non_persistent_buffers_set or (f"{prefix}.{name}" if prefix else name) in whole
         }
         for own_name, tensor in (*part._parameters.items(), *buffers.items()):
             if tensor is None or is_lazy(tensor):
@@ -222,7 +222,7 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
             if owner_of(tensor) is not None:
                 raise UsageError(f"parameter {name!r} is already sharded: call from_safetensors before fully_shard")
             entry = wanted.setdefault(id(tensor), _Wanted(tensor))
-            entry.names.append(name)
+            entry.names += [other for other in whole.get(name, (name,)) if other not in entry.names]
             entry.sites.append(Site(part, own_name))
     return list(wanted.values())
 

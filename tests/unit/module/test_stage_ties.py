@@ -66,3 +66,14 @@ def test_stages_of_one_trainer_cannot_share_a_parameter() -> None:
     split = split_model(gpt(3, tied=True), 3)
     with pytest.raises(TiedParameterError, match=r"tied over the stages 0, 2, of which one trainer runs two \(pp=2\)"):
         layouts(split.module(0), 2, 0)
+
+
+def test_a_v_shaped_schedule_of_tied_stages_is_refused_with_a_schedule_that_works() -> None:
+    split = split_model(gpt(4, tied=True), 4)
+    held: Any = SimpleNamespace(units=Units(InMemoryStore(), place=GridPlace(pp=2, pp_rank=0)))
+    auto_wrap(split.module(0), held)
+    with pytest.raises(TiedParameterError, match=r"over the stages 0, 3, .* use the schedule 1F1B or GPipe, with"):
+        auto_wrap(split.module(3), held)
+    for index in range(2):
+        found = layouts(split_model(gpt(4, tied=True), 2).module(index), 2, index)
+        assert found[SHARED].pp_ranks == (0, 1), "one stage per trainer works"
