@@ -238,7 +238,8 @@ class JoinConfig:
         if self.transfers.gradient_reduction != DIRECT and self.world.replica_size > 1:
             raise UsageError(
                 f"gradient_reduction={self.transfers.gradient_reduction!r} needs a world with tp=1 and pp=1, got "
-                f"{self.world}: use gradient_reduction={DIRECT!r}"
+                f"{self.world}: the trainers that add gradients meet once, when they join, and a replica is formed "
+                f"again with others when one is lost. Use gradient_reduction={DIRECT!r}"
             )
         self._check_durability()
         self._check_consistency()

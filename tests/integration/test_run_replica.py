@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import shardwell
+from shardwell.session.session import short_collections
 from shardwell_wire.errors import ReplicaLostError, UsageError
 
 STEPS = 4
@@ -81,6 +82,29 @@ def test_training_goes_on_with_another_model_of_the_same_run(cluster: shardwell.
         assert script.train(STEPS) == [2, 3]
         require_equal(script.state(), expected)
         assert [unit.name for unit in session.memory().units] == [unit.name for unit in unit_bytes.units]
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_collections_skip_what_existed_before() -> None:
+    former, garbage = Cycle(), weakref.ref(Cycle())
+    released = weakref.ref(former)
+    with short_collections():
+        assert garbage() is None, "garbage does not stay"
+        del former
+        later = weakref.ref(Cycle())
+        gc.collect()
+        assert later() is None and released() is not None
+        count = gc.get_freeze_count()
+        with short_collections():
+            assert gc.get_freeze_count() <= count
+        assert gc.get_freeze_count() > 0, "whoever has frozen objects releases them"
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert released() is None
 
 
 def test_replica_of_one_trainer_is_never_formed_again(cluster: shardwell.LocalCluster) -> None:

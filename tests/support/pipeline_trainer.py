@@ -74,6 +74,7 @@ class Script:
         """The models of all calls of ``train``."""
 
     def train(self, session: shardwell.Session) -> None:
+        assert gc.get_freeze_count() > 0, "join makes collections short"
         gc.collect()
         assert not any(model() for model in self._models), "the former model is released"
         stage, schedule = make_schedule(session)

@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -171,9 +172,13 @@ class Session:
         self.coordinator = CoordinatorClient(address, credentials)
         self._closed = False
         import_first_uses(config.world)
+        self._collections = ExitStack()
+        if config.world.replica_size > 1:  # before anything that refers to a model
+            self._collections.enter_context(short_collections())
         try:
             self._membership = Membership(config, self.coordinator)
         except BaseException:
+            self._collections.close()
             self._close_connections()
             raise
         if self._cluster is not None:
@@ -520,6 +525,8 @@ class Session:
                 and no other trainer has taken its place in 10 s.
             StaleEpochError: The replica was lost again and again without a commit in between.
         """
+        if self.world.replica_size == 1:
+            return train(self)
         self._replica.may_be_alone = True
         while True:
             try:
@@ -538,8 +545,6 @@ class Session:
 
     def _ends_replica(self, error: Exception) -> bool:
         """True if an error means that the replica must be formed again."""
-        if self.world.replica_size == 1:
-            return False
         lost = isinstance(error, ReplicaLostError) or is_lost_peer(error)
         return lost or (isinstance(error, ShardwellError) and self._membership.lapsed)
 
@@ -587,6 +592,7 @@ class Session:
 
     def _mark_closed(self) -> None:
         self._closed = True
+        self._collections.close()
         atexit.unregister(self._leave_at_exit)
         _open_sessions.discard(self)
         self._end_training()
@@ -613,6 +619,24 @@ def describe_own_error(error: BaseException | None) -> str:
         return ""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+@contextmanager
+def short_collections() -> Iterator[None]:
+    """Makes garbage collections skip the objects that exist now, unless the script has frozen some by itself.
+
+    A full collection visits all objects of torch's modules, which takes longer than everything else between the loss of
+    a trainer and the new process group. Only the former model is garbage then.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # ---- open sessions of this process ----
