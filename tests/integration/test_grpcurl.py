@@ -54,11 +54,11 @@ def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grp
     [
         ("ListRuns", {}, {"runs"}),
         ("DescribeRun", {"run": RUN}, {"summary", "trainers", "work", "grad_norm", "optimizer", "checkpoints"}),
-        ("DescribeWorld", {"run": RUN}, {"world", "world_size", "rank_assignments", "replicas"}),
+        ("DescribeWorld", {"run": RUN}, {"world", "world_size", "rank_assignments", "replicas", "ended"}),
         (
             "DescribeWorld",
             {"world": {"dp": 2, "tp": 2, "pp": 2}},
-            {"world", "world_size", "rank_assignments", "replicas"},
+            {"world", "world_size", "rank_assignments", "replicas", "ended"},
         ),
         ("ListUnits", {"run": RUN}, {"units", "version", "placement"}),
         ("ListServers", {}, {"servers", "coordinator_insecure"}),

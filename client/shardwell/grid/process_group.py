@@ -33,6 +33,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
+from shardwell.membership.membership import START_AGAIN
 from shardwell_wire.errors import ReplicaLostError
 
 _GLOO = re.compile(
@@ -45,6 +46,13 @@ _GLOO = re.compile(
 def is_lost_peer(error: BaseException) -> bool:
     """True if an error, or an error that caused it, says that another process does not answer."""
     return any(isinstance(cause, dist.DistError) or _GLOO.search(str(cause)) for cause in _causes(error))
+
+
+def lost_peer_error(error: BaseException) -> ReplicaLostError:
+    """Returns the error for a collective that failed because another process does not answer."""
+    return ReplicaLostError(
+        f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -21,8 +21,8 @@ from shardwell.grid.process_group import (
     AbsentTrainers,
     ReplicaProcessGroup,
     absent_error,
-    first_line,
     is_lost_peer,
+    lost_peer_error,
 )
 from shardwell.grid.replica_store import ReplicaStore
 from shardwell.membership.membership import START_AGAIN, Membership
@@ -402,9 +402,7 @@ class ReplicaGroup:
         epoch = self._membership.replica_epoch
         if epoch.wait_until_void(_NEWS_LIMIT_S):
             return epoch.lost_error()
-        return ReplicaLostError(
-            f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
-        )
+        return lost_peer_error(error)
 
     def wait_for_successors(self) -> None:
         """Waits for trainers in the places of those that have left with an error since the group was formed.

@@ -540,6 +540,10 @@ class Graphs:
         self.exist, self.thread = False, None
 
 
+_NOTE_S = 0.05
+"""How long a thread may take to note itself after it has acquired the lock of a ``ThreadGuard``."""
+
+
 class ThreadGuard:
     """Admits one thread at a time. A context manager around a use. A thread may nest its uses. See Note: [One thread].
 
@@ -643,12 +647,19 @@ class ThreadGuard:
         """
         if self.num_backwards and _is_of_autograd():
             return False
-        other = next((thread for thread in threading.enumerate() if thread.ident == self._holder), None)
-        if other is None:  # it was ended in the middle of a use
-            self.lock = threading.RLock()
-        elif not self._is_reading:
+        while (other := self._find_holder()) is None or other is threading.current_thread():
+            # The thread that has the lock has not noted itself yet, or it was ended in the middle of a use.
+            if self.lock.acquire(timeout=_NOTE_S):
+                return True
+            if other is None and self._find_holder() is None:
+                self.lock = threading.RLock()
+                return self.lock.acquire()
+        if not self._is_reading:
             _refuse(other, "is using it")
         return self.lock.acquire()
+
+    def _find_holder(self) -> threading.Thread | None:
+        return next((thread for thread in threading.enumerate() if thread.ident == self._holder), None)
 
 
 def _is_of_autograd() -> bool:

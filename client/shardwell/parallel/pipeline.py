@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from shardwell.grid.process_group import is_lost_peer
+from shardwell.grid.process_group import is_lost_peer, lost_peer_error
 from shardwell.module.fully_shard import Accumulation
 from shardwell.monitor.step_times import StepPart
 from shardwell.parallel.description import ModelDescription
@@ -664,9 +664,10 @@ class PipelineSchedule:
         except BaseException as error:
             for stage in self._stages:
                 stage.abandon()
-            if is_lost_peer(error) and (session := self._session) is not None:
-                raise session.replica_lost_error(error) from error
-            raise
+            if not is_lost_peer(error):
+                raise
+            session = self._session
+            raise (lost_peer_error(error) if session is None else session.replica_lost_error(error)) from error
 
     def _busy_s(self) -> float:
         return self._loss_s + sum(stage.busy_s for stage in self._stages)

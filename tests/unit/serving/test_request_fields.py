@@ -61,6 +61,7 @@ OTHER_TEXTS = {
     "checkpoint_id": "compared with the id of a checkpoint; a file has the coordinator's id",
     "error": "shown, at most 500 characters",
     "expected": "KeyValueStore: at most 8 MiB",
+    "id": "of a device: shown, and compared with those of other trainers; at most 300 characters",
     "insecure": "shown; from servers only",
     "key": "KeyValueStore: at most 1 KiB; keys of hyper-parameters and tracked state are compared",
     "keys": "KeyValueStore: at most 1 KiB each",
