@@ -82,6 +82,8 @@ class Record:
     """Calls before which the forward computes a value that it uses afterwards and that is no argument of the call."""
     draws: bool = False
     """Whether the forward draws random numbers outside of layers."""
+    changes: set[str] = field(default_factory=set)
+    """Buffers outside of the layers that the run stores and the forward changes."""
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -235,9 +235,13 @@ class Outline:
         inputs, keywords = tree_unflatten(real, structure)
         recording, was_disabled = Recording(self._names, fill), _torchs_logger.disabled
         _torchs_logger.disabled = True
+        before = self._stored_buffers()
         try:
             with device, torch.enable_grad(), recording, running(recording):
-                return recording.finish(self._model(*inputs, **keywords))
+                record = recording.finish(self._model(*inputs, **keywords))
+            after = self._stored_buffers()
+            record.changes = {name for name, state in before.items() if after.get(name) != state}
+            return record
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             self._refuse("it decides by values that layers compute", error)
         except UsageError as error:
@@ -246,6 +250,15 @@ class Outline:
             self._refuse(f"{type(error).__name__}: {error}", error)
         finally:
             _torchs_logger.disabled = was_disabled
+
+    def _stored_buffers(self) -> dict[str, tuple[int, int]]:
+        """Returns identity and number of changes of each persistent buffer of the modules around the layers."""
+        return {
+            f"{name}.{own}" if name else own: (id(buffer), buffer._version)
+            for name, part in [(name, self.get(name)) for name in self._around]
+            for own, buffer in part._buffers.items()
+            if buffer is not None and own not in part._non_persistent_buffers_set
+        }
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> NoReturn:
         raise UsageError(
@@ -265,6 +278,12 @@ class Outline:
         """Raises UsageError unless the stages can run the forward."""
         if not self.stages:
             return
+        if self.starts and record.changes:
+            names = ", ".join(map(repr, sorted(record.changes)))
+            self._refuse(
+                f"it changes the buffer {names} outside of its layers, of which each stage would have a value of its "
+                "own. Move the buffer, and the code that changes it, into a module that the forward calls"
+            )
         cuts = self.cuts(record)
         for stage, (start, number) in enumerate(zip(self.starts, cuts[1:-1], strict=True), start=1):
             if number == len(record.calls):

@@ -123,6 +123,24 @@ class Writing(Model):
         return super().run(made)
 
 
+class Averaging(Model):
+    """Keeps a statistic of the last block's output in a buffer of the model itself."""
+
+    assigns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().run(x)
+        if self.assigns:
+            self.average = 0.9 * self.average + x.detach().mean()
+        else:
+            self.average.add_(1)
+        return x
+
+
 class HeadFirst(Model):
     """Defines the norm and the head before the blocks, has a parameter of its own, and a layer that it never calls."""
 
@@ -225,6 +243,17 @@ def test_values_that_decide_are_refused() -> None:
     assert torch.equal(run(split_model(never, 2), TOKENS), never(TOKENS)), "as the models of Hugging Face have it"
     with pytest.raises(UsageError, match="it writes what layers compute into a tensor that no layer computes"):
         split_model(Writing(), 2).examples(TOKENS)
+
+
+@pytest.mark.parametrize("assigns", [True, False])
+def test_a_buffer_that_changes_outside_of_layers_is_refused(monkeypatch: pytest.MonkeyPatch, assigns: bool) -> None:
+    monkeypatch.setattr(Averaging, "assigns", assigns)
+    with pytest.raises(UsageError, match="changes the buffer 'average' outside of its layers"):
+        split_model(Averaging(), 2).examples(TOKENS)
+    whole = split_model(Averaging(), 1, example=(TOKENS,))
+    whole.examples(TOKENS)
+    run(whole, TOKENS)
+    assert whole.module(0).average != 0
 
 
 def test_keyword_arguments_are_those_of_all_stages() -> None:
