@@ -163,6 +163,35 @@ def test_parallelize_refuses_what_cannot_work_before_a_step(cluster: shardwell.L
     run_ranks(refused_worker, cluster.address, uuid.uuid4().hex)
 
 
+class HeadFirst(nn.Module):
+    """A model of features, not tokens, that defines its head before its blocks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        whole = gpt()
+        self.head, self.input = whole.head, nn.Linear(5, 12)
+        self.blocks, self.norm = whole.blocks, whole.norm
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        x = self.input(features)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def example_worker(rank: int, address: str, run: str) -> None:
+    with shardwell.join(address, run=run, world=shardwell.World(tp=2, pp=2), global_rank=rank, host="here") as session:
+        example, tp = torch.empty(BATCH, LENGTH, 5, device="meta"), TensorParallelOptions(fused_by_head=True)
+        parallel = parallelize(HeadFirst(), session, loss=loss_of, example=example, micro_batches=MICRO_BATCHES, tp=tp)
+        assert [stage.calls[0] for stage in parallel.split.stages] == ["input", "blocks.2"]
+    gloo.leave()
+
+
+def test_the_example_tells_inputs_and_order_of_the_forward(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(example_worker, cluster.address, uuid.uuid4().hex, count=4)
+
+
 def accumulating_worker(
     rank: int, address: str, run: str, sizes: tuple[int, int, int], tied: bool, together: bool
 ) -> None:

@@ -27,6 +27,7 @@ class TensorParallelOptions(TypedDict, total=False):
     sequence_parallel: bool
     loss_parallel: bool
     fused_by_head: bool
+    example: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,10 @@ def parallelize(
         micro_batches: Micro-batches per work item.
         schedule: One of ``SCHEDULES``.
         stages_per_trainer: As in ``SchedulePlan``.
-        split: How the model is divided into stages. None: ``split_model(model, num_stages)``.
-        tp: A plan for the world's tensor-parallel ranks, or options of ``plan_tensor_parallel``. None: its defaults.
+        split: How the model is divided into stages. None: ``split_model(model, num_stages, example=...)`` with a
+            micro-batch of ``example``.
+        tp: A plan for the world's tensor-parallel ranks, or options of ``plan_tensor_parallel``, which gets the same
+            micro-batch. None: its defaults.
         device: The device to compute on.
         **options: Further arguments of ``auto_wrap`` for every stage, such as ``mp_policy``, ``policy`` or ``source``.
 
@@ -106,12 +109,16 @@ def parallelize(
         schedule=schedule, pp=world.pp, num_micro_batches=micro_batches, stages_per_trainer=stages_per_trainer
     )
     parts = [_micro_batch(value, plan) for value in inputs]
-    split = split or split_model(model, plan.num_stages)
+    split = split or split_model(model, plan.num_stages, example=parts)
     if len(split.stages) != plan.num_stages:
         raise UsageError(f"the split has {len(split.stages)} stages, but {plan.describe()} needs {plan.num_stages}")
     for tie in split.ties:
         tie.check_holders(plan.holders)
-    tensor_plan = tp if isinstance(tp, TensorParallelPlan) else plan_tensor_parallel(model, world.tp, **(tp or {}))
+    if isinstance(tp, TensorParallelPlan):
+        tensor_plan = tp
+    else:
+        wanted: TensorParallelOptions = {"example": tuple(parts), **(tp or {})}
+        tensor_plan = plan_tensor_parallel(model, world.tp, **wanted)
     policy = options.get("mp_policy")
     dtype = None if policy is None else policy.output_dtype or policy.param_dtype
     examples = split.examples(*parts, dtype=dtype, tensor_plan=tensor_plan)
