@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwell.memory.buffers import BufferPool
 from shardwell.module.residency import UnitState
 from shardwell_wire.errors import FreedParameterError, UnavailableError, UsageError
 from tests.support.in_memory_store import InMemoryStore
@@ -192,6 +196,33 @@ def test_failed_unshard_releases_all_memory() -> None:
     broken.clear()
     handle.wait()
     assert block.up.weight.isfinite().all()
+
+
+def test_memory_outlives_a_gather_that_is_running_when_the_model_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, buffers, kept = threading.Event(), list[weakref.ref[Any]](), list[bytearray]()
+
+    def acquire(pool: BufferPool, size_bytes: int) -> torch.Tensor:
+        kept.append(bytearray(size_bytes))  # if this test fails, nothing is written to freed memory
+        buffer = (ctypes.c_char * size_bytes).from_buffer(kept[-1])
+        buffers.append(weakref.ref(buffer))
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    store = InMemoryStore(before_gather=lambda unit_index: cast(None, may_end.wait()))
+    sharded = Sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)), wrap_children, store=store)
+    monkeypatch.setattr(BufferPool, "acquire", acquire)
+    layer: Any = sharded.model[0]
+    layer.unshard(async_op=True)
+    units = weakref.ref(sharded.units)
+    del sharded, layer
+    try:
+        gc.collect()
+        assert units() is None
+        (buffer,) = buffers
+        assert buffer() is not None, "the gather writes to it"
+    finally:
+        may_end.set()
+        store.close()
+    assert buffer() is None
 
 
 def test_unused_prefetch_is_freed_at_the_end_of_the_backward() -> None:

@@ -196,4 +196,4 @@ def copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -
 
 
 def _memory_of(window: SharedVector) -> memoryview:
-    return memory_at(window.bytes.data_ptr(), window.bytes.numel())
+    return memory_at(window.bytes.data_ptr(), window.bytes.numel(), window.bytes)

@@ -154,7 +154,7 @@ class DeltaIncoming(Incoming):
     def _apply(self, deltas: shard_pb2.StreamDeltas) -> None:
         assert self._buffer is not None
         self._base.Clear()  # until all deltas are applied
-        received = memory_at(self._buffer.data_ptr(), self.received_bytes)
+        received = memory_at(self._buffer.data_ptr(), self.received_bytes, self._buffer)
         value_deltas.apply_all(deltas, received, self._memory, self._what)
 
 

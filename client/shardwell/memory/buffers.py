@@ -183,7 +183,7 @@ def _map(size_bytes: int) -> memoryview:
             _checked(_libc.mmap(address + start, _CHUNK_BYTES, protection, flags, descriptor, 0))
     finally:
         os.close(descriptor)
-    return memory_at(address, size_bytes)
+    return memory_at(address, size_bytes, None)
 
 
 def _checked(address: int) -> int:

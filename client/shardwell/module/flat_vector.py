@@ -120,9 +120,9 @@ class FlatVector:
             staging = arrival.receive_buffer(layout.size_bytes, place)
             return memory_at(staging.data_ptr(), layout.size_bytes, staging)
         if self._device.type == "cpu":
-            return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
+            return self._memory_on_cpu()
         self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
-        return memory_at(self._staging.data_ptr(), self._layout.size_bytes)
+        return memory_at(self._staging.data_ptr(), self._layout.size_bytes, self._staging)
 
     def copy_from(self, layout: UnitLayout, start_bytes: int, source: torch.Tensor) -> None:
         """Copies a part of the vector to a GPU from registered memory, and waits for the copy. Called from any thread.
@@ -201,9 +201,13 @@ class FlatVector:
     def send_buffer(self) -> memoryview:
         """Returns host memory with the vector's bytes, valid until the release. [size_bytes]"""
         if self._device.type == "cpu":
-            return memory_at(self.storage.data_ptr(), self._layout.size_bytes)
+            return self._memory_on_cpu()
         self._staging = self._bytes().cpu()
-        return memory_at(self._staging.data_ptr(), self._layout.size_bytes)
+        return memory_at(self._staging.data_ptr(), self._layout.size_bytes, self._staging)
+
+    def _memory_on_cpu(self) -> memoryview:
+        # A gather may end after the last reference to the vector. The view needs both storages: either has the memory.
+        return memory_at(self.storage.data_ptr(), self._layout.size_bytes, (self.storage, self._pooled))
 
     def _bytes(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self.storage)

@@ -212,7 +212,7 @@ class UnitParameters:
 def _checksum(values: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         on_cpu = values.detach().cpu()
-        return zlib.crc32(memory_at(on_cpu.data_ptr(), on_cpu.nbytes))
+        return zlib.crc32(memory_at(on_cpu.data_ptr(), on_cpu.nbytes, on_cpu))
 
 
 _READABLE = (

@@ -418,7 +418,7 @@ class Unit(ResidentUnit):
         """
         flat = torch.empty(self.layout.size_bytes, dtype=torch.uint8)
         with self._reading():
-            self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes), version)
+            self._store.gather_average(self.index, memory_at(flat.data_ptr(), self.layout.size_bytes, flat), version)
         return flat
 
     def read(self, flat: torch.Tensor, index: int) -> torch.Tensor:

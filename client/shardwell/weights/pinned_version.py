@@ -104,7 +104,7 @@ class UnitReader:
         return flat
 
     def _read(self, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
-        target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes)
+        target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes, flat)
         self.connections.read(unit.layout, shard, self.version, target, timeout_s=self.timeout_s)
 
 

@@ -268,7 +268,7 @@ def _in_file(content: torch.Tensor, directory: Path) -> torch.Tensor:
         descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(memory_at(content.data_ptr(), content.numel()))
+                file.write(memory_at(content.data_ptr(), content.numel(), content))
             return torch.from_file(path, shared=False, size=content.numel(), dtype=torch.uint8)
         finally:
             os.unlink(path)

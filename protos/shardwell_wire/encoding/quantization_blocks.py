@@ -281,4 +281,4 @@ def bytes_tensor(data: Buffer) -> torch.Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
     # torch.frombuffer warns about read-only memory.
     address = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-    return torch.frombuffer(memory_at(address, len(data)), dtype=torch.uint8)
+    return torch.frombuffer(memory_at(address, len(data), data), dtype=torch.uint8)
