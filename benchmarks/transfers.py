@@ -73,7 +73,7 @@ def make_gradient(size_bytes: int) -> Tensor:
 
 def view_of(tensor: Tensor) -> memoryview:
     """Returns a view of a contiguous tensor's memory. The view does not keep the memory alive."""
-    return memory_at(tensor.data_ptr(), tensor.nbytes)
+    return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 def digest(tensor: Tensor) -> int:

@@ -392,7 +392,7 @@ def test_all_transports_round_values_equally(
         if (location := shard.locate()) is not None:
             shard.map(location)
         flat = torch.zeros(one.size, dtype=torch.uint8)
-        assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel())) == 0
+        assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel(), flat)) == 0
         results.append(flat)
         if over is None:
             reference.close()
@@ -525,12 +525,12 @@ def test_a_batch_of_fetches_delivers_the_bits_of_single_fetches(
     ]
     batched, single = ([torch.zeros(one.size, dtype=torch.uint8) for one in ones] for _ in range(2))
     fetches = [
-        shard.prepare_fetch(0, memory_at(flat.data_ptr(), flat.numel()))
+        shard.prepare_fetch(0, memory_at(flat.data_ptr(), flat.numel(), flat))
         for shard, flat in zip(shards, batched, strict=True)
     ]
     assert versions_of(connection, fetches) == {0: 0, 1: 0}
     for shard, flat in zip(shards, single, strict=True):
-        assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel())) == 0
+        assert shard.fetch(0, memory_at(flat.data_ptr(), flat.numel(), flat)) == 0
     assert all(torch.equal(*pair) for pair in zip(batched, single, strict=True))
     assert connection.counter.received_bytes > 0
 
@@ -540,7 +540,7 @@ def test_a_batch_of_fetches_leaves_out_what_cannot_be_read(server: ShardServer, 
     flats = [torch.zeros(one.size, dtype=torch.uint8) for one in (known, unknown)]
     fetches = [
         RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0)).prepare_fetch(
-            0, memory_at(flat.data_ptr(), flat.numel())
+            0, memory_at(flat.data_ptr(), flat.numel(), flat)
         )
         for one, flat in zip((known, unknown), flats, strict=True)
     ]
@@ -555,7 +555,7 @@ def test_a_late_version_does_not_delay_the_others_of_a_batch(server: ShardServer
     flats = [torch.zeros(one.size, dtype=torch.uint8) for one, _ in wanted]
     fetches = [
         RemoteShard(one.identity, one.layout, connection, one.start, one.stop, Wire(wait_limit_s=20.0)).prepare_fetch(
-            version, memory_at(flat.data_ptr(), flat.numel())
+            version, memory_at(flat.data_ptr(), flat.numel(), flat)
         )
         for (one, version), flat in zip(wanted, flats, strict=True)
     ]

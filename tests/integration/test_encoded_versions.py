@@ -67,7 +67,7 @@ def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None)
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
     got = GrpcTransport(one.server.client).fetch_stream(
         one.gather_request(version, wire_dtype=wire_dtype),
-        into(memory_at(encoded.data_ptr(), encoded.numel())),
+        into(memory_at(encoded.data_ptr(), encoded.numel(), encoded)),
         timeout_s=20.0,
     )
     return got, encoded
@@ -76,8 +76,8 @@ def gather(one: OneUnit, wire_dtype: int = BFLOAT16, version: int | None = None)
 def encode(one: OneUnit, flat: torch.Tensor, wire_dtype: int) -> torch.Tensor:
     """Returns the expected encoding of a shard's bytes."""
     encoded = torch.empty(encoded_size(one, wire_dtype), dtype=torch.uint8)
-    values = InVector(memory_at(flat.data_ptr(), flat.numel()), one.start)
-    out = memory_at(encoded.data_ptr(), encoded.numel())
+    values = InVector(memory_at(flat.data_ptr(), flat.numel(), flat), one.start)
+    out = memory_at(encoded.data_ptr(), encoded.numel(), encoded)
     StreamPlan(one.layout, one.segments, wire_dtype).encode(values, out)
     return encoded
 

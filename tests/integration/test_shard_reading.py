@@ -95,7 +95,7 @@ class StreamOf:
 
     def take(self, messages: list[bytes], flat: torch.Tensor) -> int:
         """Receives a whole Gather; returns the version its header names."""
-        receiver = chunk_streams.StreamReceiver([chunk_streams.memory_at(flat.data_ptr(), self.size)], "a gather")
+        receiver = chunk_streams.StreamReceiver([chunk_streams.memory_at(flat.data_ptr(), self.size, flat)], "a gather")
         version = -1
         for data in messages:
             message, chunk = chunk_streams.decode_message(data, shard_pb2.GatherResponse)
@@ -370,7 +370,7 @@ def test_unread_messages_stay_within_limits_and_other_readers_are_served(server:
     assert server.evaluate(lambda: sending.used_bytes) == sending.peer_limit_bytes, "one connection gets a quarter"
     with closing(ShardClient(server.client.address)) as other:
         flat = torch.empty(one.size, dtype=torch.uint8)
-        target = chunk_streams.memory_at(flat.data_ptr(), one.size)
+        target = chunk_streams.memory_at(flat.data_ptr(), one.size, flat)
         assert GrpcTransport(other).fetch_stream(one.gather_request(), into(target), timeout_s=20) == 0
     for call in stalled:
         call.cancel()

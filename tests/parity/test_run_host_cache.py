@@ -120,7 +120,7 @@ def test_gather_copies_from_the_cache_or_from_shared_memory(cluster: shardwell.L
         before = session.stats()["received_bytes"]
         for unit in session.units:
             flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
-            session.store.gather(unit.index, memory_at(flat.data_ptr(), flat.numel())).result(30)
+            session.store.gather(unit.index, memory_at(flat.data_ptr(), flat.numel(), flat)).result(30)
             in_place = session.store.in_place(unit.index)
             assert in_place is not None
             assert torch.equal(flat, in_place.bytes)

@@ -388,7 +388,7 @@ class OneUnit:
         flat = torch.empty(self.size, dtype=torch.uint8)
         got = GrpcTransport(self.server.client).fetch_stream(
             self.gather_request(version),
-            into(chunk_streams.memory_at(flat.data_ptr(), self.size)),
+            into(chunk_streams.memory_at(flat.data_ptr(), self.size, flat)),
             timeout_s=timeout_s,
         )
         return got, self.split(flat)

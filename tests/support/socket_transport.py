@@ -38,7 +38,7 @@ class ConnectedUnit:
         flat = torch.empty(self.one.size, dtype=torch.uint8)
         request = self.one.gather_request(version, **fields)
         size = request.stop_bytes - request.start_bytes or self.one.size
-        target = chunk_streams.memory_at(flat.data_ptr(), size)
+        target = chunk_streams.memory_at(flat.data_ptr(), size, flat)
         return self.transport.fetch_stream(request, into(target), timeout_s=timeout_s), flat[:size]
 
     def header(self, *, step: int = 0, rank: int = 0, epoch: int = 1, **changes: Any) -> shard_pb2.ReduceScatterHeader:
@@ -53,7 +53,7 @@ class ConnectedUnit:
         return shard_pb2.ReduceScatterHeader(**{**fields, **changes})
 
     def push(self, gradients: list[torch.Tensor], **changes: Any) -> shard_pb2.ReduceScatterResponse:
-        pieces = [chunk_streams.memory_at(each.data_ptr(), each.nbytes) for each in gradients]
+        pieces = [chunk_streams.memory_at(each.data_ptr(), each.nbytes, each) for each in gradients]
         return self.transport.push_stream(self.header(**changes), pieces, timeout_s=20.0)
 
     def connections(self) -> int:

@@ -62,7 +62,7 @@ class Target:
     wire_dtype: WireDtype = AS_STORED
 
     def incoming(self) -> AbstractContextManager[Incoming]:
-        return nullcontext(Incoming(memory_at(self.bytes.data_ptr(), self.bytes.numel())))
+        return nullcontext(Incoming(memory_at(self.bytes.data_ptr(), self.bytes.numel(), self.bytes)))
 
     def copy_from(self, window: SharedVector) -> None:
         self.bytes.copy_(window.bytes)
@@ -79,11 +79,11 @@ class Gradients:
     def write_to(self, memory: memoryview) -> None:
         for at, tensor in zip(self.one.segments, self.tensors, strict=True):
             start, stop = at.start_bytes - self.one.start, at.stop_bytes - self.one.start
-            memory[start:stop] = memory_at(tensor.data_ptr(), tensor.nbytes)
+            memory[start:stop] = memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
     @contextmanager
     def stream(self) -> Iterator[Sequence[memoryview]]:
-        yield [memory_at(tensor.data_ptr(), tensor.nbytes) for tensor in self.tensors]
+        yield [memory_at(tensor.data_ptr(), tensor.nbytes, tensor) for tensor in self.tensors]
 
 
 class FakeStream(StreamTransport):

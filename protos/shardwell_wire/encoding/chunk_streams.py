@@ -36,7 +36,7 @@ Buffer = bytes | bytearray | memoryview
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-def memory_at(address: int, size_bytes: int, owner: object = None) -> memoryview:
+def memory_at(address: int, size_bytes: int, owner: object) -> memoryview:
     """Returns a writable view of raw memory, such as a tensor's at ``data_ptr()``.
 
     Unlike ``Tensor.numpy``, the view leaves the storage resizable, and writes through it do not increment the tensor's
@@ -45,7 +45,8 @@ def memory_at(address: int, size_bytes: int, owner: object = None) -> memoryview
     Args:
         address: Address of the first byte.
         size_bytes: Size of the view.
-        owner: Object that owns the memory. The view and its slices keep it alive. None: the caller keeps it alive.
+        owner: Object that owns the memory. The view and its slices keep it alive, because a thread may use them longer
+            than the caller. None: the memory is never freed.
     """
     if size_bytes == 0:
         return memoryview(bytearray())

@@ -61,7 +61,7 @@ def on_the_wire(value: torch.Tensor, wire_dtype: WireDtype, index: int = WEIGHT,
 
 def arrived(stream: bytes, wire_dtype: WireDtype, index: int = WEIGHT) -> torch.Tensor:
     parameter, vector = LAYOUT.parameters[index], torch.zeros(LAYOUT.size_bytes, dtype=torch.uint8)
-    plan_of(wire_dtype, [index]).decode(stream, InVector(memory_at(vector.data_ptr(), vector.numel()), 0))
+    plan_of(wire_dtype, [index]).decode(stream, InVector(memory_at(vector.data_ptr(), vector.numel(), vector), 0))
     own = vector[LAYOUT.starts[index] :][: parameter.size_bytes]
     return own.view(getattr(torch, parameter.dtype)).view(parameter.shape)
 

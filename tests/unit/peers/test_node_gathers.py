@@ -104,7 +104,7 @@ class Member:
         """Gathers a unit, and checks its bytes if they have the stored dtypes."""
         vector = vector or Vector()
         unit = replace(self.unit, index=index)
-        target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
+        target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel(), vector.bytes)
         assert self.gathers.gather(unit, version, target, vector.layout, vector).result(LONG_S) == version
         if vector.layout == LAYOUT:
             assert torch.equal(vector.bytes, bytes_of(version))
@@ -271,7 +271,7 @@ def test_unexpected_error_of_an_exchange_falls_back_to_whole_units(
 def test_only_the_training_thread_counts_waiting_time(make: MakeMembers) -> None:
     member, _ = make(2, patience_s=SHORT_S)
     vector, fetched = Vector(), threading.Event()
-    target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
+    target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel(), vector.bytes)
     fetches, member.server.fetch_stream = (
         member.server.fetch_stream,
         lambda *arguments, **options: (  # type: ignore[method-assign]
@@ -296,7 +296,7 @@ def test_units_that_cannot_be_shared_are_fetched_whole(make: MakeMembers) -> Non
 def test_close_fails_gathers_in_flight(make: MakeMembers) -> None:
     member, _ = make(2)
     vector = Vector()
-    target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel())
+    target = memory_at(vector.bytes.data_ptr(), vector.bytes.numel(), vector.bytes)
     future = member.gathers.gather(member.unit, 0, target, LAYOUT, vector)
     wait_until(lambda: member.server.received_bytes > 0, "the fetch of the part, after which the member waits")
     member.close()

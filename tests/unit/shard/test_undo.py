@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -38,7 +39,7 @@ def shared(tmp_path: Path) -> Iterator[SharedMemory]:
 
 def test_piece_and_its_count_are_undone_together(shared: SharedMemory) -> None:
     file, ordinary = shared.create(256, "a shard"), torch.zeros(8)
-    word, values = memory_at(file.tensor.data_ptr(), 8), file.tensor[64:]
+    word, values = memory_at(file.tensor.data_ptr(), 8, file.tensor), file.tensor[64:]
     values.fill_(1)
 
     def progress(undo: UndoLog) -> SharedProgress:
@@ -64,11 +65,19 @@ def test_log_that_names_a_missing_file_makes_all_shards_unusable(shared: SharedM
     file = shared.create(64, "a shard")
     undo = EndlessLog(None, shared)
     assert undo.reserve_pieces(64)
-    progress = SharedProgress(undo, memory_at(file.tensor.data_ptr(), 8), step=0, files=mapped([file]))
+    progress = SharedProgress(undo, memory_at(file.tensor.data_ptr(), 8, file.tensor), step=0, files=mapped([file]))
     with suppress(KilledError):
         progress.run(Piece(lambda: None, Changed([file.tensor[8:]])))
     file.unlink()
     assert not restore_interrupted(shared)
+
+
+def test_closed_log_releases_its_memory() -> None:
+    undo = UndoLog()
+    assert undo.reserve_pieces(64)
+    memory = weakref.ref(undo._tensor)
+    undo.close()
+    assert memory() is None
 
 
 def test_log_is_refused_where_shared_memory_is_full(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def product_of(encoded: torch.Tensor, rank: int, shape: Sequence[int]) -> torch.
 
 
 def memory_of(x: torch.Tensor) -> memoryview:
-    return memory_at(x.data_ptr(), x.nbytes)
+    return memory_at(x.data_ptr(), x.nbytes, x)
 
 
 @pytest.mark.parametrize("rank", LOW_RANK.values())

@@ -34,7 +34,7 @@ def encoded(x: torch.Tensor, wire_dtype: WireDtype = WIRE_DTYPE_TOP_K_1_PERCENT)
 
 def decoded(stream: bytes, numel: int, wire_dtype: WireDtype = WIRE_DTYPE_TOP_K_1_PERCENT) -> torch.Tensor:
     x = torch.full((numel,), 7.0)
-    plan_of(numel, wire_dtype).decode(stream, InVector(memory_at(x.data_ptr(), x.nbytes), 0))
+    plan_of(numel, wire_dtype).decode(stream, InVector(memory_at(x.data_ptr(), x.nbytes, x), 0))
     return x
 
 

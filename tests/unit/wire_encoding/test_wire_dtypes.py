@@ -157,7 +157,7 @@ def plan_of(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> StreamPl
 
 
 def memory_of(x: torch.Tensor) -> memoryview:
-    return memory_at(x.data_ptr(), x.nbytes)
+    return memory_at(x.data_ptr(), x.nbytes, x)
 
 
 def encoded(x: torch.Tensor, first_byte: int, wire_dtype: WireDtype) -> bytes:

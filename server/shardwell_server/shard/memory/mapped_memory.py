@@ -170,7 +170,7 @@ class ShardFile:
 
     def __init__(self, shared: SharedBuffer, *, is_new: bool = True) -> None:
         self._shared = shared
-        self._head = memory_at(shared.tensor.data_ptr(), HEAD_BYTES)
+        self._head = memory_at(shared.tensor.data_ptr(), HEAD_BYTES, shared.tensor)
         self.buffer = shared.tensor[HEAD_BYTES:]
         """uint8. [size_bytes]"""
         self.progress = self._head[_PROGRESS_AT : _PROGRESS_AT + 8]

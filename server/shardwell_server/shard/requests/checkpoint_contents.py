@@ -250,7 +250,7 @@ def _fill(
 ) -> None:
     """Reads a state of some elements of a parameter."""
     found = _find(checkpoint, parameter, label, start, stop)
-    memory = memory_at(target.data_ptr(), target.nbytes) if target.nbytes else memoryview(bytearray())
+    memory = memory_at(target.data_ptr(), target.nbytes, target)
     # State that has no element per value cannot be cut, so it must be the same in all parts.
     if found and found[0][1].piece.kind != "elements":
         _read_whole(checkpoint, found[0][1], memory)

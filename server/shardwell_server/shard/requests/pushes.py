@@ -121,8 +121,7 @@ class Push:
         received = self._store.memory.incoming_at_once(shard.size_bytes, shard.gradient.quota)
         if received is not None:
             try:
-                memory = chunk_streams.memory_at(received.buffer.data_ptr(), shard.size_bytes)
-                stream.copy_into(self._targets(memory), self._what)
+                stream.copy_into(self._targets(self._memory_of(received)), self._what)
             except BaseException:
                 received.release()
                 raise
@@ -148,8 +147,11 @@ class Push:
             return memory.incoming_spare(shard.size_bytes, self._what)
         return await memory.incoming(shard.size_bytes, shard.gradient.quota, wait_s=wait_s, what=self._what)
 
+    def _memory_of(self, received: IncomingBuffer) -> memoryview:
+        return chunk_streams.memory_at(received.buffer.data_ptr(), self._shard.size_bytes, received.buffer)
+
     async def _receive(self, incoming: IncomingStream, received: IncomingBuffer) -> int:
-        shard, memory = self._shard, chunk_streams.memory_at(received.buffer.data_ptr(), self._shard.size_bytes)
+        shard, memory = self._shard, self._memory_of(received)
         if not self._header.wire_dtype:
             return await incoming.into(self._targets(memory), self._what)
         # Encoded bytes are received into the end of the same buffer and decoded in place. With two buffers per push,

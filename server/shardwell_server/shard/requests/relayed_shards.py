@@ -173,13 +173,14 @@ class CachedShard:
             return place
 
         if self._plan is None:
-            received_bytes = await self._owners.gather(
-                self._run, request, lambda _: begin(memory_at(self.file.buffer.data_ptr(), self.size_bytes))
-            )
+            received_bytes = await self._owners.gather(self._run, request, lambda _: begin(self._in_file()))
             self._received = shard_pb2.ReadRelayedResponse(present=True, received_bytes=received_bytes)
         else:
             self._received = await self._receive_encoded(self._plan, request, begin, accepts_deltas)
         self.file.show(version)
+
+    def _in_file(self) -> memoryview:
+        return memory_at(self.file.buffer.data_ptr(), self.size_bytes, self.file.buffer)
 
     async def _receive_encoded(
         self,
@@ -190,7 +191,7 @@ class CachedShard:
     ) -> shard_pb2.ReadRelayedResponse:
         """Receives a stream, or deltas against the version in the file, and decodes the stream into the file."""
         memory, former, start = self._store.memory, self.file.shown, request.start_bytes
-        values = InVector(memory_at(self.file.buffer.data_ptr(), self.size_bytes), start)
+        values = InVector(self._in_file(), start)
         takes_deltas = accepts_deltas and self.wire_dtype in value_deltas.WIRE_DTYPES
         buffer = await memory.acquire(plan.size_bytes, _MEMORY_WAIT_S, f"{self._what}, to receive it")
         stream, deltas = memory_at(buffer.data_ptr(), plan.size_bytes, buffer), None

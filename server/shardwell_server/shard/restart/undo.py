@@ -88,6 +88,10 @@ def _words(place: memoryview) -> memoryview:
     return place[: len(place) // _WORD_BYTES * _WORD_BYTES].cast("Q")
 
 
+def _no_head() -> memoryview:
+    return _words(memoryview(bytearray(_HEAD_BYTES)))
+
+
 class CopyPlan:
     """Where the copies of a change are in the log. The plan serves every change of the same memory.
 
@@ -154,7 +158,7 @@ class UndoLog:
         self._file: SharedBuffer | None = None
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self._start = 0
-        self._head = _words(memoryview(bytearray(_HEAD_BYTES)))
+        self._head = _no_head()
         """Whether the copies count, and the size of the table. Each is stored at once, as by ``store_word``."""
         self._plan: CopyPlan | None = None
         self.plans: WeakKeyDictionary[Changed, CopyPlan] = WeakKeyDictionary()
@@ -181,7 +185,7 @@ class UndoLog:
             if self._memory is not None:
                 self._memory.note_shared(size_bytes)
         self._start = self._tensor.data_ptr()
-        self._head = _words(memory_at(self._start, _HEAD_BYTES))
+        self._head = _words(memory_at(self._start, _HEAD_BYTES, self._tensor))
         return True
 
     def begin(self, plan: CopyPlan) -> None:
@@ -215,6 +219,7 @@ class UndoLog:
             self._file.unlink()
             self._file = None
         self._tensor, self._plan = torch.empty(0, dtype=torch.uint8), None
+        self._head = _no_head()  # the former one keeps the memory
 
 
 def restore_interrupted(shared: SharedMemory) -> bool:
@@ -234,7 +239,7 @@ def restore_interrupted(shared: SharedMemory) -> bool:
 
 
 def _restore(shared: SharedMemory, log: SharedBuffer) -> None:
-    head = _words(memory_at(log.tensor.data_ptr(), _HEAD_BYTES))
+    head = _words(memory_at(log.tensor.data_ptr(), _HEAD_BYTES, log.tensor))
     if head[0] != _COUNTS:
         return
     table_bytes = head[1]

@@ -140,7 +140,7 @@ def _digest(token: bytes) -> bytes:
 
 
 def _start_of(file: SharedBuffer) -> memoryview:
-    return memory_at(file.tensor.data_ptr(), PROOF_BYTES + NONCE_BYTES)
+    return memory_at(file.tensor.data_ptr(), PROOF_BYTES + NONCE_BYTES, file.tensor)
 
 
 class ShmSession:

@@ -138,7 +138,7 @@ class EncodedVersions:
 
     def compute_encode(self, wire_dtype: WireDtype, values: torch.Tensor, encoded: VersionBytes) -> None:
         """Encodes the shard's bytes in ``values`` into ``encoded``."""
-        source = InVector(memory_at(values.data_ptr(), values.numel()), self._start_bytes)
+        source = InVector(memory_at(values.data_ptr(), values.numel(), values), self._start_bytes)
         stream = encoded.memory(0, encoded.buffer.numel())
         self._plans.plan(None, wire_dtype).encode(source, stream)
 
@@ -297,11 +297,11 @@ class DeltaChain:
         base, stream = None if former is None else former[1].buffer, encoded.buffer
 
         def compute() -> tuple[int, list[bytes] | None]:
-            after = memory_at(stream.data_ptr(), stream_bytes)
+            after = memory_at(stream.data_ptr(), stream_bytes, stream)
             checksum = xxhash.xxh3_64_intdigest(after)
             if base is None or not stream_bytes or stream_bytes % value_deltas.ITEM_BYTES:
                 return checksum, None
-            before = memory_at(base.data_ptr(), stream_bytes)
+            before = memory_at(base.data_ptr(), stream_bytes, base)
             return checksum, value_deltas.encode(before, after, largest_useful(stream_bytes))
 
         checksum, pieces = await self._memory.in_thread(compute)
@@ -340,7 +340,7 @@ class DeltaChain:
         buffer = self._memory.try_acquire(-(-size_bytes // step) * step)
         if buffer is None:
             return None
-        memory = memory_at(buffer.data_ptr(), buffer.numel())
+        memory = memory_at(buffer.data_ptr(), buffer.numel(), buffer)
 
         def copy() -> None:
             position = 0

@@ -46,7 +46,7 @@ class PartitionState:
     def pieces(self) -> list[memoryview]:
         """The memory of each tensor."""
         ranges, _ = state_places(self.tensors)
-        return [memory_at(self.data.data_ptr() + start, stop - start) for start, stop in ranges]
+        return [memory_at(self.data.data_ptr() + start, stop - start, self.data) for start, stop in ranges]
 
 
 @dataclass(frozen=True)

@@ -413,7 +413,7 @@ class VersionBytes:
 
     def memory(self, start: int, stop: int) -> memoryview:
         """Returns a range of the bytes at their current address."""
-        return memory_at(self.buffer.data_ptr() + start, stop - start)
+        return memory_at(self.buffer.data_ptr() + start, stop - start, self.buffer)
 
 
 class Snapshots:
