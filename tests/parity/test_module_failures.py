@@ -432,5 +432,27 @@ def test_gather_that_continues_after_ctrl_c_keeps_its_memory(monkeypatch: pytest
     assert len(addresses) == len(targets) and not addresses & {other.data_ptr() for other in others}
 
 
+def test_memory_of_a_gather_that_ctrl_c_left_running_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked, may_end = set[int](), threading.Event()
+    store = InMemoryStore(before_gather=lambda unit: cast(None, may_end.wait() if unit in blocked else None))
+    sharded = Sharded(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), wrap_children, store=store)
+    expected, gather = sharded.state()["1.weight"], store.gather
+
+    def interrupted(*arguments: Any, **options: Any) -> Future[int]:
+        gather(*arguments, **options)
+        raise KeyboardInterrupt
+
+    layers: Any = sharded.model
+    blocked.add(0)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(store, "gather", interrupted)
+        layers[0].unshard(async_op=True)
+    assert sharded.units.live_bytes == 0
+    layers[1].unshard()
+    may_end.set()
+    store.close()
+    assert torch.equal(layers[1].weight, expected)
+
+
 def memory_address(memory: memoryview) -> int:
     return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

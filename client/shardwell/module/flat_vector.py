@@ -65,14 +65,19 @@ class FlatVector:
             self.storage.resize_(self._layout.size_bytes)
         self._memory.add(self._layout.size_bytes)
 
-    def release(self) -> None:
-        """Releases the memory."""
+    def release(self, *, reusable: bool = True) -> None:
+        """Releases the memory.
+
+        Args:
+            reusable: False: a gather may still write to the memory, which is freed when the gather has ended.
+        """
         if self.in_place:
             return
         self.abandon()
         if self._pooled is not None:
             self.storage._swap_data_ptr_(self._pooled.untyped_storage())  # type: ignore[attr-defined]
-            self._memory.pool.release(self._pooled)
+            if reusable:
+                self._memory.pool.release(self._pooled)
             self._pooled = None
         else:
             self.storage.resize_(0)

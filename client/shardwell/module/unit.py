@@ -202,8 +202,10 @@ class Unit(ResidentUnit):
                     # The thread that fetched the unit starts the copy to the GPU, so the training thread does not wait
                     # for the bytes.
                     self.in_flight.add_done_callback(self._begin_device_copy)
-        except BaseException:
-            self.free()
+        except BaseException as error:
+            # After Ctrl-C, a gather may be running although there is no future to wait for.
+            self.in_flight = None
+            self._release(reusable=isinstance(error, Exception))
             raise
 
     def _begin_device_copy(self, gather: Future[int]) -> None:
@@ -316,7 +318,7 @@ class Unit(ResidentUnit):
         if self.state is UnitState.UNSHARDED:
             self.held.allow()
 
-    def _release(self) -> None:
+    def _release(self, *, reusable: bool = True) -> None:
         in_place = self._flat.in_place
         if not in_place:
             self.gradients.leave_memory()
@@ -326,7 +328,7 @@ class Unit(ResidentUnit):
         if in_place:  # no memory to release or to count
             self.state = UnitState.FREED
         else:
-            self._flat.release()
+            self._flat.release(reusable=reusable)
             self._set_state(UnitState.FREED)
 
     def detach_parameters(self, device: torch.device | str | None) -> None:
