@@ -179,7 +179,7 @@ def measure_cpu(streams: Sequence[Tensor]) -> tuple[float, float]:
     """Returns the CPU time of encoding and of applying the deltas between streams, in seconds per byte of a stream."""
     encoding, applying = [], []
     for before, after in pairwise(streams):
-        base, stream = (memory_at(each.data_ptr(), each.nbytes) for each in (before, after))
+        base, stream = (memory_at(each.data_ptr(), each.nbytes, each) for each in (before, after))
         for _ in range(_REPEATS):
             started = time.process_time()
             pieces = value_deltas.encode(base, stream, 2 * len(stream))
