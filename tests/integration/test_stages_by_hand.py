@@ -1,40 +1,47 @@
-"""Pipeline stages that a script builds by hand: ``shardwell world`` describes them, and the run compares them."""
+"""Pipeline stages that a script makes by hand: ``shardwell world`` shows them, and the run compares them."""
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwell
 from examples.gpt import GPT
 from shardwell.command.cli import main
-from shardwell.grid.parallel_plan import descriptions
-from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, plan_tensor_parallel
-from shardwell.parallel.splitting import StageExample
-from shardwell_wire.errors import RunMismatchError, UsageError
+from shardwell.parallel import (
+    ModelSplit,
+    PipelineSchedule,
+    PipelineStage,
+    SchedulePlan,
+    parallelize,
+    plan_tensor_parallel,
+)
+from shardwell_wire.errors import RunMismatchError, UnitMismatchError, UsageError
 from tests.support import gloo, split_gpt
 from tests.support.processes import run_ranks
-from tests.support.split_gpt import VOCABULARY, loss_of
+from tests.support.split_gpt import loss_of
 
-MICRO_BATCHES, BATCH, LENGTH, WIDTH = 2, 4, 4, 12
+MICRO_BATCHES, BATCH, LENGTH = 2, 4, 4
 gpt = partial(split_gpt.gpt, 4)
 
 
 class Stage(nn.Module):
-    """Half of a GPT, under the names of the whole one."""
+    """Some blocks of a GPT, under the names of the whole model."""
 
-    def __init__(self, model: GPT, index: int) -> None:
+    def __init__(self, model: GPT, numbers: Sequence[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({str(at): model.blocks[at] for at in (2 * index, 2 * index + 1)})
-        if index == 0:
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in numbers})
+        if 0 in numbers:
             self.token_embedding, self.position_embedding = model.token_embedding, model.position_embedding
-        else:
+        if len(model.blocks) - 1 in numbers:
             self.norm, self.head = model.norm, model.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,32 +57,28 @@ def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :LENGTH], targets[:, :LENGTH]
 
 
-def make_schedule(session: shardwell.Session, *, sequence_parallel: bool, length: int) -> PipelineSchedule:
-    """Returns the schedule of this trainer's stage, for values of a length between the stages."""
-    world, mesh, model = session.world, session.replica_mesh(), gpt()
-    plan = SchedulePlan(schedule="1F1B", pp=world.pp, num_micro_batches=MICRO_BATCHES)
-    options: dict[str, Any] = {"fused_by_head": True, "sequence_parallel": sequence_parallel}
-    tensor_plan = plan_tensor_parallel(model, world.tp, **options)
-    index, rows = session.pp_rank or 0, BATCH // MICRO_BATCHES
-    module = tensor_plan.apply(Stage(model, index), mesh["tp"])
-    shardwell.auto_wrap(module, session)
-    tokens = torch.zeros(rows, LENGTH, dtype=torch.int64)
-    hidden = torch.zeros(rows, length, WIDTH, requires_grad=True)
-    logits = torch.zeros(rows, LENGTH, VOCABULARY, requires_grad=True)
-    example = [StageExample((tokens,), (hidden,)), StageExample((hidden,), (logits,))][index]
-    stage = PipelineStage(module, index, plan.num_stages, "cpu", example=example, group=mesh["pp"].get_group())
-    return PipelineSchedule(plan, [stage], loss_of, context=tensor_plan.loss_context)
+def divide(model: GPT, cut: int = 2) -> ModelSplit:
+    """Returns two stages. The second one begins at block ``cut``."""
+    return ModelSplit.from_modules(model, [Stage(model, range(cut)), Stage(model, range(cut, 4))])
 
 
 def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], sequence_parallel: bool) -> None:
     world = shardwell.World(*sizes)
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here") as session:
-        length = LENGTH // world.tp if sequence_parallel else LENGTH
-        schedule = make_schedule(session, sequence_parallel=sequence_parallel, length=length)
-        optimizer = shardwell.optim.SGD([p for stage in schedule.stages for p in stage.submod.parameters()], lr=0.1)
+        model = gpt()
+        parallel = parallelize(
+            model,
+            session,
+            split=divide(model),
+            loss=loss_of,
+            example=batch(0, 0)[0],
+            micro_batches=MICRO_BATCHES,
+            tp={"fused_by_head": True, "sequence_parallel": sequence_parallel},
+        )
+        optimizer = shardwell.optim.SGD(parallel.parameters(), lr=0.1)
         for step in session.steps(1):
             for tokens, targets in step.batches(batch):
-                loss = schedule.step(tokens, target=targets)
+                loss = parallel.schedule.step(tokens, target=targets)
                 step.log(loss=loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -100,7 +103,7 @@ def test_world_shows_stages_that_are_built_by_hand(
     capsys.readouterr()
     assert main(["world", run, "--json", "--address", cluster.address]) == 0
     (model,) = json.loads(capsys.readouterr().out)["parallel_plan"]["models"]
-    assert model["model"] == ("Stage" if sizes[1] == 1 else "GPT")
+    assert model["model"] == "GPT"
     assert (model["schedule"], model["num_micro_batches"]) == ("1F1B", MICRO_BATCHES)
     assert model["micro_batch_shape"] == [str(BATCH // MICRO_BATCHES), str(LENGTH)]
     names = [(stage["pp_rank"], stage["first_layer"], stage["last_layer"]) for stage in model["stages"]]
@@ -117,34 +120,62 @@ def test_world_shows_stages_that_are_built_by_hand(
     assert "position_embedding" in shown and "0 parameters" not in shown
 
 
-def differing_worker(rank: int, address: str, run: str) -> None:
-    world = shardwell.World(pp=2)
-    with shardwell.join(address, run=run, world=world, global_rank=rank, host="here") as session:
-        schedule = make_schedule(session, sequence_parallel=False, length=LENGTH)
-        session.steps(1)
-        module = schedule.stages[0].submod
-        if rank == 1:
-            module.add_module("extra", nn.Linear(1, 1))
-        del descriptions[module]  # as if the script had built the stage anew
-        PipelineSchedule(schedule.plan, schedule.stages, loss_of)
-        with pytest.raises(RunMismatchError, match="last layer of stage 1: expected 'head', found 'extra'"):
-            session.steps(1)
+def make_parallel(session: shardwell.Session, cut: int) -> None:
+    model, example = gpt(), batch(0, 0)[0]
+    parallelize(model, session, split=divide(model, cut), loss=loss_of, example=example, micro_batches=MICRO_BATCHES)
+
+
+def missing_worker(rank: int, address: str, run: str) -> None:
+    with shardwell.join(address, run=run, world=shardwell.World(pp=2), global_rank=rank, host="here") as session:
+        make_parallel(session, 1 + rank)
+        if rank == 0:
+            session.steps(1)  # reports the plan, which becomes the run's
+            dist.barrier()
+        else:
+            dist.barrier()
+            refused = "first layer of stage 1: expected 'blocks.1', found 'blocks.2'; layer 'blocks"
+            with pytest.raises(RunMismatchError, match=refused):
+                session.steps(1)
     gloo.leave()
 
 
-def test_replicas_with_other_stages_by_hand_are_refused(cluster: shardwell.LocalCluster) -> None:
-    run_ranks(differing_worker, cluster.address, uuid.uuid4().hex)
+def test_trainers_whose_stages_leave_blocks_out_are_refused(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(missing_worker, cluster.address, uuid.uuid4().hex)
+
+
+def overlapping_worker(rank: int, address: str, run: str) -> None:
+    with shardwell.join(address, run=run, world=shardwell.World(pp=2), global_rank=rank, host="here") as session:
+        refused = torch.zeros(1)
+        try:
+            make_parallel(session, 2 - rank)
+        except UnitMismatchError as error:
+            stages = f"by pipeline stage {1 - rank}, now by stage {rank}"
+            assert re.search(rf"unit 'blocks.1' was declared {stages}: .* divide the model into the same", str(error))
+            refused += 1
+        dist.all_reduce(refused)
+        assert refused == 1, "the trainer that declares the block last"
+    gloo.leave()
+
+
+def test_trainers_whose_stages_overlap_are_refused(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(overlapping_worker, cluster.address, uuid.uuid4().hex)
 
 
 def whole_worker(rank: int, address: str, run: str) -> None:
     with shardwell.join(address, run=run, world=shardwell.World(tp=2, pp=2), global_rank=rank, host="here") as session:
-        if session.pp_rank == 0:
+        model, mesh, index = gpt(), session.replica_mesh(), session.pp_rank or 0
+        plan, split = SchedulePlan(schedule="1F1B", pp=2, num_micro_batches=MICRO_BATCHES), divide(model)
+        tensor_plan = plan_tensor_parallel(model, 2, fused_by_head=True, sequence_parallel=True)
+        example = split.examples(batch(0, 0)[0][: BATCH // MICRO_BATCHES])[index]
+        module = shardwell.auto_wrap(tensor_plan.apply(split.module(index), mesh["tp"]), session)
+        stage = PipelineStage(module, index, 2, "cpu", example=example, group=mesh["pp"].get_group())
+        if index == 0:
             with pytest.raises(
                 UsageError, match=r"stage 0 sends a part of each sequence, but its example .* all 4 tokens"
             ):
-                make_schedule(session, sequence_parallel=True, length=LENGTH)
+                PipelineSchedule(plan, [stage], loss_of, context=tensor_plan.loss_context)
         else:
-            make_schedule(session, sequence_parallel=True, length=LENGTH)
+            PipelineSchedule(plan, [stage], loss_of, context=tensor_plan.loss_context)
     gloo.leave()
 
 

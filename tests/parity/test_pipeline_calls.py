@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from shardwell.parallel import SCHEDULES, PipelineSchedule, PipelineStage, SchedulePlan
+from shardwell.parallel import SCHEDULES, ModelSplit, PipelineSchedule, PipelineStage, SchedulePlan
 from shardwell.parallel.splitting import StageExample
 from shardwell_wire.errors import UsageError
 from tests.parity.test_pipeline_schedules import BATCH, MICRO_BATCHES, STEPS, Trainer, batch, gpt, loss_of, sgd
@@ -143,29 +143,31 @@ def test_several_calls_gather_and_push_once(tmp_path: Path, schedule: str) -> No
 
 
 class Masked(nn.Module):
-    """A layer that takes keyword arguments."""
+    """A stage made by hand that takes keyword arguments. It holds one layer of the model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, model: nn.ModuleList, index: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(4, 4)
+        self.name = str(index)
+        self.add_module(self.name, model[index])
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 1.0) -> torch.Tensor:
-        y = torch.tanh(self.linear(x)) * scale
+        y = torch.tanh(self.get_submodule(self.name)(x)) * scale
         return y if mask is None else y * mask
 
 
 class Unmasked(Masked):
-    """A layer that takes none of them."""
+    """A stage that takes none of them."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return torch.tanh(self.linear(x))
+        return torch.tanh(self.get_submodule(self.name)(x))
 
 
 def masked_worker(rank: int, path: str, schedule: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     plan = SchedulePlan(schedule=schedule, pp=2, num_micro_batches=MICRO_BATCHES)
-    layers = [Unmasked(index) if index == 2 else Masked(index) for index in range(plan.num_stages)]
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(plan.num_stages))
+    layers = [Unmasked(model, index) if index == 2 else Masked(model, index) for index in range(plan.num_stages)]
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(BATCH, 4, generator=generator), torch.randn(BATCH, 4, generator=generator)
     mask = torch.randint(0, 2, (BATCH, 1), generator=generator).float()
@@ -183,10 +185,11 @@ def masked_worker(rank: int, path: str, schedule: str) -> None:
     }
     for layer in layers:
         layer.zero_grad()
+    split = ModelSplit.from_modules(model, layers)
     inner = torch.zeros(BATCH // MICRO_BATCHES, 4, requires_grad=True)
     stages = [
         PipelineStage(
-            layers[index],
+            split.module(index),
             index,
             plan.num_stages,
             "cpu",

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -127,6 +128,8 @@ class ModelDescription:
     num_micro_batches: int = 0
     pp_ranks: Mapping[int, int] = field(default_factory=dict)
     """Pipeline rank of each stage, by the stage's index."""
+    indices: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+    """Index of each stage, by its module."""
 
     def to_proto(self) -> coordinator_pb2.ModelPlan:
         """Returns the description, with one row for the same layer of all blocks in a stage."""

@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
+from shardwell.grid.parallel_plan import descriptions
 from shardwell.grid.process_group import is_lost_peer, lost_peer_error
-from shardwell.module.fully_shard import Accumulation
+from shardwell.module.fully_shard import Accumulation, ShardedModule
 from shardwell.monitor.step_times import StepPart
-from shardwell.parallel.description import ModelDescription
+from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
 from shardwell.parallel.micro_batches import (
     SEQUENCE_DIM,
     KeywordNames,
@@ -35,10 +36,9 @@ from shardwell.parallel.micro_batches import (
     sends_parts,
 )
 from shardwell.parallel.splitting import StageExample, micro_batch_of
-from shardwell.parallel.stage_descriptions import describe_by_hand, find_description
+from shardwell.parallel.transformer import list_layers
 from shardwell.seeds import derive_seed
 from shardwell.session.session import Session, session_of
-from shardwell.weights.weight_files import NAMES_IN_MODEL
 from shardwell_wire.errors import UsageError
 
 
@@ -66,7 +66,8 @@ class PipelineStage(pipelining.PipelineStage):
         group: Process group of the pipeline. None: the default group.
 
     Raises:
-        UsageError: The stage was made neither by ``split_model`` nor by ``ModelSplit.from_modules``.
+        UsageError: The stage was made neither by ``split_model`` nor by ``ModelSplit.from_modules``, or as another one
+            or for another number of stages.
     """
 
     def __init__(
@@ -79,12 +80,8 @@ class PipelineStage(pipelining.PipelineStage):
         example: StageExample,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if num_stages > 1 and NAMES_IN_MODEL not in vars(submodule):
-            raise UsageError(
-                f"stage {stage_index} ({type(submodule).__name__}) was not made by split_model, so nothing has "
-                "compared the stages with the model: a parameter may be in no stage, or be trained as one in each of "
-                "two stages. Pass the model and the stages to shardwell.parallel.ModelSplit.from_modules first"
-            )
+        if num_stages > 1:
+            _check_division(submodule, stage_index, num_stages)
         super().__init__(
             submodule,
             stage_index,
@@ -206,6 +203,24 @@ class PipelineStage(pipelining.PipelineStage):
         """Drops what the last step left. Called by the schedule when a step begins."""
         self._has_begun = False
         super().clear_runtime_states()
+
+
+def _check_division(module: nn.Module, index: int, num_stages: int) -> None:
+    """Raises unless a split has made a module as this stage."""
+    description: ModelDescription | None = descriptions.get(module)
+    made_as = None if description is None else description.indices.get(module)
+    if description is None or made_as is None:
+        raise UsageError(
+            f"stage {index} ({type(module).__name__}) was not made by split_model, so nothing has "
+            "compared the stages with the model: a parameter may be in no stage, or be trained as one in each of "
+            "two stages. Pass the model and the stages to shardwell.parallel.ModelSplit.from_modules first"
+        )
+    if made_as != index or len(description.stages) != num_stages:
+        raise UsageError(
+            f"the module of stage {index} of {num_stages} ({type(module).__name__}) is stage {made_as} of "
+            f"{len(description.stages)} in the split of {description.class_name}: pass split.module({index}) of a "
+            f"split into {num_stages} stages"
+        )
 
 
 def _describe(tensors: Sequence[torch.Tensor]) -> str:
@@ -702,14 +717,21 @@ def _check_stages(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> None:
 
 
 def _description_of(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> ModelDescription:
-    """Returns the description of the model. Trainers whose stages are built by hand exchange their descriptions."""
-    modules: dict[int, nn.Module] = {stage.stage_index: stage.submod for stage in stages}
-    if (known := find_description(modules, plan.num_stages)) is not None:
-        return known
-    first = next((stage.example for stage in stages if stage.is_first), None)
-    micro_batch = None if first is None else micro_batch_of(first.inputs, first.outputs)
-    group, device = stages[0].group, torch.device(stages[0].device)
-    return describe_by_hand(modules, micro_batch, num_stages=plan.num_stages, group=group, device=device)
+    """Returns the description of the model. Without pipeline parallelism, describes a model that no split has made."""
+    first = stages[0]
+    if plan.num_stages == 1 and first.submod not in descriptions:
+        kind = type(first.submod)
+        name = (kind.__bases__[-1] if isinstance(first.submod, ShardedModule) else kind).__name__
+        made = describe_model(first.submod, name, [StageDescription(0, (), tuple(list_layers(first.submod)))])
+        made.micro_batch = micro_batch_of(first.example.inputs, first.example.outputs)
+    description: ModelDescription = descriptions[first.submod]
+    for stage in stages[1:]:
+        if descriptions[stage.submod] is not description:
+            raise UsageError(
+                f"the stages {first.stage_index} and {stage.stage_index} are of two splits: take the modules of all "
+                "stages from one split_model or ModelSplit.from_modules"
+            )
+    return description
 
 
 def _check_sequence(description: ModelDescription, stages: Sequence[PipelineStage]) -> None:

@@ -6,7 +6,7 @@ the layers, and ``stage_modules.py`` makes the stages. ``ModelSplit.from_modules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -85,8 +85,9 @@ class ModelSplit:
                     f"{', '.join(stage.calls) or 'none'}): use fewer stages, or choose their first layers with starts="
                 )
         self._description = ModelDescription(self._class_name, self.stages)
-        for module in self._modules:
+        for index, module in enumerate(self._modules):
             descriptions[module] = self._description
+            self._description.indices[module] = index
 
     @classmethod
     def from_modules(cls, model: nn.Module, stages: Sequence[nn.Module]) -> ModelSplit:
@@ -98,14 +99,16 @@ class ModelSplit:
 
         Args:
             model: The whole model, before tensor parallelism and ``fully_shard``.
-            stages: The module of each stage. Its forward takes what the previous one returns.
+            stages: The module of each stage. Its forward takes what the previous one returns. Every trainer passes all
+                stages, not only its own.
 
         Raises:
             UsageError: The stages do not cover all parameters and persistent buffers of the model, or hold others; a
                 name differs; or a stage has no parameters.
         """
         _check_plain(model)
-        return cls(model, stages, [[name for name, _ in stage.named_children()] for stage in stages])
+        blocks = find_blocks(model)
+        return cls(model, stages, [list(_layers_in(stage, blocks)) for stage in stages])
 
     def module(self, index: int) -> nn.Module:
         """Returns the module of a stage. Its parameters are the model's, with the model's names.
@@ -313,6 +316,16 @@ def _check_plain(model: nn.Module) -> None:
                 f"parameter {name!r} of {type(model).__name__} is a DTensor: split the model into stages before tensor "
                 "parallelism is applied"
             )
+
+
+def _layers_in(stage: nn.Module, blocks: Collection[str], prefix: str = "") -> Iterator[str]:
+    """Yields the names of a stage's blocks and of the modules beside them, in the order of their definition."""
+    for name, module in stage.named_children():
+        path = prefix + name
+        if path not in blocks and any(block.startswith(f"{path}.") for block in blocks):
+            yield from _layers_in(module, blocks, f"{path}.")
+        else:
+            yield path
 
 
 def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:

@@ -432,8 +432,8 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
     how = f"with {declared.kind}, now with {layout.kind}"
     require_same(declared.kind, layout.kind, how, "give the unit another name")
     advice = (
-        "names of units are unique over all stages. Wrap with auto_wrap, which uses the names in the model, or pass "
-        "fully_shard(..., name=)"
+        "names of units are unique over all stages. All trainers must divide the model into the same stages. Wrap with "
+        "auto_wrap, which uses the names in the model, or pass fully_shard(..., name=)"
     )
     stages, others = _stages(declared), _stages(layout)
     require_same(stages, others, f"by pipeline {stages}, now by {others}", advice)

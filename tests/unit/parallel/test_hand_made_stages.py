@@ -62,6 +62,25 @@ def test_stages_that_do_not_cover_the_model_are_refused() -> None:
         ModelSplit.from_modules(model, [First(model, (0, 1)), Last(gpt(4), (2, 3))])
 
 
+def test_stages_are_described_by_their_blocks() -> None:
+    model = gpt(4)
+    split = ModelSplit.from_modules(model, [First(model, (0, 2)), Last(model, (1, 3))])
+    assert [stage.calls for stage in split.stages] == [
+        ("token_embedding", "position_embedding", "blocks.0", "blocks.2"),
+        ("norm", "head", "blocks.1", "blocks.3"),
+    ]
+
+
+def test_a_module_of_another_stage_is_refused() -> None:
+    model = gpt(4)
+    split = ModelSplit.from_modules(model, [First(model, (0, 1)), Last(model, (2, 3))])
+    example = split.examples(TOKENS)[1]
+    with pytest.raises(UsageError, match=r"the module of stage 1 of 2 \(First\) is stage 0 of 2 in the split of GPT"):
+        PipelineStage(split.module(0), 1, 2, "cpu", example=example)
+    with pytest.raises(UsageError, match=r"stage 1 of 4 \(Last\) is stage 1 of 2 .* a split into 4 stages"):
+        PipelineStage(split.module(1), 1, 4, "cpu", example=example)
+
+
 def test_a_stage_of_no_split_is_refused() -> None:
     module = nn.Linear(2, 2)
     example = StageExample((torch.zeros(1, 2),), (torch.zeros(1, 2),))
