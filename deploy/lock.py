@@ -1,6 +1,6 @@
 """Renews deploy/locks: the packages of the images, each with its version and its hashes. Run by `make lock`.
 
-uv resolves the dependencies in pyproject.toml under constraints.txt for Linux. The packages are divided over four
+uv resolves the dependencies in pyproject.toml under constraints.txt for Linux. The packages are divided over five
 files, because images with a build of torch for CPUs need no CUDA libraries. A package index of such builds has other
 hashes than the public one: `--wheel FILE` adds the hash of a file to those of its package.
 """
@@ -38,8 +38,10 @@ def main() -> None:
     torch = {"torch": server["torch"]}
     common = {name: lines for name, lines in server.items() if name not in cuda | torch}
     demo = {name: lines for name, lines in trainer.items() if name not in server}
+    grpcurl = {name: lines for name, lines in _resolve("--extra", "grpcurl").items() if name not in server}
     _LOCKS.mkdir(exist_ok=True)
-    for file, locks in {"torch": torch, "cuda": cuda, "server": common, "trainer": demo}.items():
+    files = {"torch": torch, "cuda": cuda, "server": common, "trainer": demo, "grpcurl": grpcurl}
+    for file, locks in files.items():
         (_LOCKS / f"{file}.txt").write_text(_HEADER + "".join(f"{lines}\n" for _, lines in sorted(locks.items())))
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import ssl
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -21,8 +23,8 @@ import pytest
 
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tls import Tls, TlsOptions
-from tests.support import grpcurl
 from tests.support.cluster import wait_until
+from tests.support.grpcurl import Grpcurl, GrpcurlError
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = "20951"
@@ -38,9 +40,8 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 PROJECT = "shardwell-test"
 
 
-def compose(*arguments: str, check: bool = True, **environment: str) -> str:
-    """Runs docker compose in a separate project and returns its output."""
-    done = subprocess.run(
+def _run_compose(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         ["docker", "compose", "--project-name", PROJECT, *arguments],
         cwd=ROOT,
         env={**os.environ, "SHARDWELL_PORT": PORT, "TRAIN_OPTIONS": f"--num-steps {STEPS}", **environment},
@@ -48,8 +49,20 @@ def compose(*arguments: str, check: bool = True, **environment: str) -> str:
         text=True,
         check=False,
     )
+
+
+def compose(*arguments: str, check: bool = True, **environment: str) -> str:
+    """Runs docker compose in a separate project and returns its output."""
+    done = _run_compose(*arguments, **environment)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def compose_error(*arguments: str, **environment: str) -> str:
+    """Runs docker compose and returns what it prints on standard error. It must fail."""
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        _run_compose(*arguments, **environment).check_returncode()
+    return str(failed.value.stderr)
 
 
 @cache
@@ -61,14 +74,19 @@ def tls() -> Tls:
 
 
 @cache
-def at_coordinator() -> grpcurl.Grpcurl:
+def at_coordinator() -> Grpcurl:
     header = compose("exec", "-T", "coordinator", "shardwell", "token").strip()
-    return grpcurl.at(ADDRESS, Credentials(text=header.removeprefix("authorization: Bearer "), tls=tls()))
+    return Grpcurl(ADDRESS, Credentials(text=header.removeprefix("authorization: Bearer "), tls=tls()))
 
 
 def call(rpc: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
     (response,) = at_coordinator().call(f"{SERVICE}/{rpc}", request or {})
     return response
+
+
+def grpcurl(*arguments: str, check: bool = True) -> str:
+    """Runs the service ``grpcurl``, which has a token and the certificate of the authority."""
+    return compose("run", "--rm", "-T", "grpcurl", *arguments, check=check)
 
 
 def in_trainer(program: str, *arguments: str, **environment: str) -> str:
@@ -130,7 +148,7 @@ def docker_objects(kind: str) -> list[str]:
 def _cluster() -> Iterator[None]:
     compose("--profile", "train", "down", "--volumes", "--timeout", "10")
     build = [f"--build-arg={name}={os.environ[name]}" for name in ("PIP_OPTIONS", "LOCKS") if name in os.environ]
-    compose("--profile", "train", "build", *build)
+    compose("--profile", "train", "--profile", "tools", "build", *build)
     compose("up", "--detach", "--wait")
     try:
         yield
@@ -150,17 +168,26 @@ def test_all_services_report_healthy_over_grpc() -> None:
 
 
 def test_reflection_is_reachable_from_host() -> None:
-    without_token = grpcurl.at(ADDRESS, Credentials(tls=tls()))
+    without_token = Grpcurl(ADDRESS, Credentials(tls=tls()))
     assert SERVICE in without_token.list()
     assert "ExplainStall" in without_token.describe(SERVICE)
 
 
 def test_callers_need_tls_and_a_token() -> None:
-    with pytest.raises(grpcurl.GrpcurlError, match="UNAUTHENTICATED"):
-        grpcurl.at(ADDRESS, Credentials(tls=tls())).call(f"{SERVICE}/ListRuns", {})
-    with pytest.raises((grpcurl.GrpcurlError, grpc.RpcError)):
-        grpcurl.at(ADDRESS, NO_CREDENTIALS).list()
+    with pytest.raises(GrpcurlError, match="Unauthenticated"):
+        Grpcurl(ADDRESS, Credentials(tls=tls())).call(f"{SERVICE}/ListRuns", {})
+    with pytest.raises((GrpcurlError, grpc.RpcError)):
+        Grpcurl(ADDRESS, NO_CREDENTIALS).list()
     assert not [server for server in call("ListServers")["servers"] if server["insecure"]]
+
+
+def test_service_grpcurl_calls_every_server() -> None:
+    assert SERVICE in grpcurl("list").split()
+    assert "ExplainStall" in grpcurl("describe", SERVICE)
+    described = json.loads(grpcurl(f"{PROJECT}-shard-2:50052", "shardwell_wire.v1.ShardService/DescribeServer"))
+    assert described["server_id"] == f"{PROJECT}-shard-2"
+    requested = grpcurl("-max-time", "20", "-d", '{"world": {"dp": 2, "tp": 2, "pp": 1}}', f"{SERVICE}/DescribeWorld")
+    assert json.loads(requested)["world_size"] == 4
 
 
 def secrets_of(service: str) -> set[str]:
@@ -287,26 +314,94 @@ def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
     units = call("ListUnits", {"run": "gpt"})["units"]
     assert {shard["server_id"] for unit in units for shard in unit["shards"]} == container_names(5)
     assert live_servers() == len(containers("shard")) == 5
-    assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
+    assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0]
     seen = in_trainer("sh", "-c", "find /etc/shardwell -type f 2>/dev/null || true")
     assert set(seen.split()) == {"/etc/shardwell/trainers/ca.pem", "/etc/shardwell/trainers/token"}
 
 
-def test_another_run_is_trained_beside_the_first_and_sees_no_token_of_it() -> None:
-    def token(run: str) -> str:
-        return in_trainer("cat", "/etc/shardwell/trainers/token", SHARDWELL_RUN=run)
+SCRIPT = """
+import argparse, torch, shardwell
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+arguments = parser.parse_args()
+with shardwell.join() as session:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    shardwell.auto_wrap(model, session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+    for step in session.steps(arguments.steps):
+        for number in step.batches(lambda step, dp_rank: step + dp_rank):
+            model(torch.full((4, 64), number / 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("rank", session.global_rank, "of", session.world, "ends at", session.step)
+"""
 
-    first, before = token("gpt"), {container["ID"] for container in containers("trainer")}
-    run = ("--profile", "train", "run", "--rm", "-T", "--env", "SHARDWELL_DP=1")
-    assert "The loss" in compose(*run, "trainer", "--num-steps", "12", SHARDWELL_RUN="second")
-    assert {"gpt", "second"} <= {run["run"] for run in call("ListRuns")["runs"]}
+
+def test_own_script_is_trained_beside_another_run(tmp_path: Path) -> None:
+    """A mounted script with its arguments, three trainers, and checkpoints in the volume."""
+    (tmp_path / "my_train.py").write_text(SCRIPT)
+    tmp_path.chmod(0o755)
+    before = {container["ID"] for container in containers("trainer")}
+    first = in_trainer("cat", "/etc/shardwell/trainers/token", SHARDWELL_RUN="gpt")
+    options = {"SHARDWELL_RUN": "mine", "SHARDWELL_TRAINERS": "3", "SHARDWELL_TRAIN_DIR": str(tmp_path)}
+    options |= {"SHARDWELL_CHECKPOINT_EVERY": "5"}
+    output = compose("run", "--rm", "-T", "trainer", "my_train.py", "--steps", "20", **options)
+    assert sorted(re.findall(r"rank (\d) of World\(dp=3, tp=1, pp=1\) ends at 20", output)) == ["0", "1", "2"]
+    assert {"gpt", "mine"} <= {run["run"] for run in call("ListRuns")["runs"]}
     assert {container["ID"] for container in containers("trainer")} == before
-    assert token("gpt") == first != token("second")
-    call("DeleteRun", {"run": "second", "request_id": "compose-test-second"})
-    compose("--profile", "train", "rm", "--force", "--stop", "trainer-token", SHARDWELL_RUN="second")
+    assert first == in_trainer("cat", "/etc/shardwell/trainers/token", SHARDWELL_RUN="gpt")
+    assert first != in_trainer("cat", "/etc/shardwell/trainers/token", SHARDWELL_RUN="mine")
+    saved = compose("exec", "-T", "coordinator", "ls", "/checkpoints/mine").split()
+    assert [name.partition("-")[2].partition("-")[0] for name in sorted(saved)] == [
+        "000000010",
+        "000000015",
+        "000000020",
+    ]
+    missing = compose_error("run", "--rm", "-T", "trainer", "none.py", **options)
+    assert "no script none.py in /train that user 10002 can read" in missing
+    call("DeleteRun", {"run": "mine", "request_id": "compose-test-mine"})
+    compose("--profile", "train", "rm", "--force", "--stop", "trainer-token", SHARDWELL_RUN="mine")
     for kind in ("trainer-secrets", "training-output"):
-        subprocess.run(["docker", "volume", "rm", f"{PROJECT}_{kind}-second"], capture_output=True, check=True)
+        subprocess.run(["docker", "volume", "rm", f"{PROJECT}_{kind}-mine"], capture_output=True, check=True)
     compose("--profile", "train", "create", "trainer-token")  # the remaining trainers depend on it
+
+
+def test_trainer_on_the_host_joins(tmp_path: Path) -> None:
+    """Shard servers announce the addresses of their containers, which a Linux host reaches."""
+    (tmp_path / "my_train.py").write_text(SCRIPT)
+    compose("up", "--detach", "--wait", "--no-recreate", "coordinator")
+    compose("up", "--detach", "--wait", "--scale", "shard=5", SHARDWELL_ADVERTISE="address")
+    wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
+    header = compose(
+        "exec", "-T", "coordinator", "shardwell", "token", "--role", "trainer", "--run", "from-host"
+    ).strip()
+    environment = {
+        "SHARDWELL_ADDRESS": ADDRESS,
+        "SHARDWELL_RUN": "from-host",
+        "SHARDWELL_TOKEN": header.removeprefix("authorization: Bearer "),
+        "SHARDWELL_TLS_CA": tls().options.ca,
+        "SHARDWELL_TLS_SERVER_NAME": "shardwell.internal",
+    }
+    done = subprocess.run(
+        [sys.executable, tmp_path / "my_train.py", "--steps", "5"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "ends at 5" in done.stdout, done.stdout + done.stderr
+    call("DeleteRun", {"run": "from-host", "request_id": "compose-test-host"})
+
+
+def test_memory_limit_counts_for_one_server() -> None:
+    compose("up", "--detach", "--wait", "--scale", "shard=5", SHARDWELL_SHARD_MEMORY="1g", SHARDWELL_SHARD_CPUS="0.5")
+    wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
+    budgets = {int(server["budget_bytes"]) for server in call("ListServers")["servers"]}
+    assert budgets == {int(0.8 * (1 << 30))}
+    compose("up", "--detach", "--wait", "--scale", "shard=5")
+    wait_until(lambda: live_servers() == 5, "five live servers", timeout_s=60)
 
 
 def test_trainer_of_another_run_cannot_touch_shared_memory() -> None:
@@ -338,7 +433,7 @@ def test_coordinator_state_survives_removal_of_container() -> None:
 def test_deleted_run_can_be_trained_anew() -> None:
     call("DeleteRun", {"run": "gpt", "request_id": "compose-test"})
     compose("--profile", "train", "up", "trainer")
-    assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0, 0]
+    assert [trainer["ExitCode"] for trainer in containers("trainer")] == [0]
 
 
 def test_scaling_down_removes_servers_from_cluster() -> None:

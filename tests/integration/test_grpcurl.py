@@ -9,8 +9,8 @@ import pytest
 
 import shardwell
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
-from tests.support import grpcurl
 from tests.support.cluster import small_run
+from tests.support.grpcurl import Grpcurl, GrpcurlError
 
 COORDINATOR = "shardwell_wire.v1.CoordinatorService"
 SHARD = "shardwell_wire.v1.ShardService"
@@ -24,25 +24,25 @@ def _run(cluster: shardwell.LocalCluster) -> Iterator[None]:
 
 
 @pytest.fixture
-def coordinator(cluster: shardwell.LocalCluster) -> grpcurl.Grpcurl:
-    return grpcurl.at(cluster.address)
+def coordinator(cluster: shardwell.LocalCluster) -> Grpcurl:
+    return Grpcurl(cluster.address)
 
 
 @pytest.fixture
-def shard(coordinator: grpcurl.Grpcurl) -> grpcurl.Grpcurl:
+def shard(coordinator: Grpcurl) -> Grpcurl:
     """Returns the server with the unit ``first``, found through ListUnits."""
     (response,) = coordinator.call(f"{COORDINATOR}/ListUnits", {"run": RUN})
     owners = {unit["unit"]: unit["shards"][0]["address"] for unit in response["units"]}
-    return grpcurl.at(owners["first"])
+    return Grpcurl(owners["first"])
 
 
-def test_grpcurl_lists_the_services(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
+def test_grpcurl_lists_the_services(coordinator: Grpcurl, shard: Grpcurl) -> None:
     common = ["grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"]
     assert sorted(coordinator.list()) == [*common, COORDINATOR]
     assert sorted(shard.list()) == [*common, SHARD]
 
 
-def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grpcurl.Grpcurl) -> None:
+def test_grpcurl_describes_the_services(coordinator: Grpcurl, shard: Grpcurl) -> None:
     expected = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods
     assert sorted(coordinator.describe(COORDINATOR)) == sorted(method.name for method in expected)
     expected = shard_pb2.DESCRIPTOR.services_by_name["ShardService"].methods
@@ -66,13 +66,13 @@ def test_grpcurl_describes_the_services(coordinator: grpcurl.Grpcurl, shard: grp
     ],
 )
 def test_inspection_rpcs_of_the_coordinator_take_json(
-    coordinator: grpcurl.Grpcurl, rpc: str, request_json: dict[str, Any], expected: set[str]
+    coordinator: Grpcurl, rpc: str, request_json: dict[str, Any], expected: set[str]
 ) -> None:
     (response,) = coordinator.call(f"{COORDINATOR}/{rpc}", request_json)
     assert set(response) == expected
 
 
-def test_watch_events_streams_json(coordinator: grpcurl.Grpcurl) -> None:
+def test_watch_events_streams_json(coordinator: Grpcurl) -> None:
     events = coordinator.call(f"{COORDINATOR}/WatchEvents", {"run": RUN, "duration_s": 0.2})
     assert {"time", "kind", "run", "message"} == set(events[0])
     assert "step_committed" in {event["kind"] for event in events}
@@ -98,17 +98,17 @@ def test_watch_events_streams_json(coordinator: grpcurl.Grpcurl) -> None:
     ],
 )
 def test_inspection_rpcs_of_a_shard_server_take_json(
-    shard: grpcurl.Grpcurl, rpc: str, request_json: dict[str, Any], expected: set[str]
+    shard: Grpcurl, rpc: str, request_json: dict[str, Any], expected: set[str]
 ) -> None:
     (response,) = shard.call(f"{SHARD}/{rpc}", request_json)
     assert expected <= set(response)
 
 
-def test_health_check_answers(coordinator: grpcurl.Grpcurl) -> None:
+def test_health_check_answers(coordinator: Grpcurl) -> None:
     (response,) = coordinator.call("grpc.health.v1.Health/Check", {"service": COORDINATOR})
     assert response == {"status": "SERVING"}
 
 
-def test_errors_have_a_precise_status(coordinator: grpcurl.Grpcurl) -> None:
-    with pytest.raises(grpcurl.GrpcurlError, match="nobody"):
+def test_errors_have_a_precise_status(coordinator: Grpcurl) -> None:
+    with pytest.raises(GrpcurlError, match="nobody"):
         coordinator.call(f"{COORDINATOR}/DescribeRun", {"run": "nobody"})

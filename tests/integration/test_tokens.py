@@ -26,6 +26,7 @@ from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import build_model, small_run
+from tests.support.grpcurl import Grpcurl
 from tests.support.processes import ROOT
 
 SERVICES = [
@@ -121,10 +122,9 @@ def test_caller_without_token_changes_nothing(cluster: shardwell.LocalCluster, r
 
 def test_health_and_reflection_need_no_token(cluster: shardwell.LocalCluster) -> None:
     from shardwell_server.cli import main
-    from tests.support.grpcurl import ReflectionClient
 
     assert main(["health", cluster.address, "--service", "shardwell_wire.v1.CoordinatorService"]) == 0
-    assert "shardwell_wire.v1.ShardService" in ReflectionClient(cluster.shards[0].address).list()
+    assert "shardwell_wire.v1.ShardService" in Grpcurl(cluster.shards[0].address).list()
 
 
 @pytest.mark.parametrize(("without_token", "is_open"), [("health,reflection", (True, True)), ("none", (False, False))])
@@ -132,7 +132,6 @@ def test_health_and_reflection_can_require_a_token(
     tmp_path: Path, without_token: str, is_open: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardwell_server.cli import main
-    from tests.support.grpcurl import ReflectionClient
 
     key = new_key()
     path = tmp_path / "key"
@@ -151,7 +150,7 @@ def test_health_and_reflection_can_require_a_token(
                     expected = wanted if metadata or is_open[1] else grpc.StatusCode.UNAUTHENTICATED
                     assert reflection_status(channel, version, metadata) is expected, (version, bool(metadata))
         monkeypatch.setenv("SHARDWELL_TOKEN_FILE", str(path))
-        assert "shardwell_wire.v1.CoordinatorService" in ReflectionClient(address).list()
+        assert "shardwell_wire.v1.CoordinatorService" in Grpcurl(address).list()
 
 
 def reflection_status(channel: grpc.Channel, version: str, metadata: Any) -> grpc.StatusCode:

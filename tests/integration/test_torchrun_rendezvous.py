@@ -9,7 +9,10 @@ import textwrap
 import tomllib
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,10 @@ from torch.distributed import DistStoreError, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 import shardwell
+from shardwell.grid.replica_store import ReplicaStore
 from shardwell.grid.torchrun_rendezvous import CoordinatorBackend, TorchrunStore, create
 from shardwell.transport.service_client import CoordinatorClient
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.processes import ROOT
 
 TRAIN = """
@@ -64,6 +69,28 @@ def test_store_has_the_semantics_of_torch(store: TorchrunStore) -> None:
     prefixed.set_timeout(timedelta(milliseconds=50))
     with pytest.raises(DistStoreError, match=r"round0/z had no value after 0.05 s"):
         prefixed.get("z")
+
+
+def test_wait_ends_after_its_own_timeout(store: TorchrunStore) -> None:
+    store.set("a", "1")
+    store.wait(["a"], timedelta(milliseconds=1))
+    with pytest.raises(DistStoreError, match=r"z had no value after 0.05 s"):
+        PrefixStore("round0", store).wait(["z"], timedelta(milliseconds=50))
+
+
+def test_wait_in_the_store_of_a_replica_ends_after_its_own_timeout(
+    cluster: shardwell.LocalCluster, run_name: str
+) -> None:
+    join = partial(shardwell.join, cluster.address, run=run_name, world=shardwell.World(pp=2), host="here")
+    with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
+        joining = [threads.submit(join, trainer=name, min_trainers=2) for name in "ab"]
+        membership, _ = (stack.enter_context(each.result(30.0))._membership for each in joining)
+        described = membership.call("DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=run_name))
+        replica = ReplicaStore(membership, described.replicas[0].replica_epoch)
+        replica.set("a", "1")
+        replica.wait(["a"], timedelta(milliseconds=1))
+        with pytest.raises(DistStoreError, match=r"for the other trainers of the replica \('round0/z'\)"):
+            PrefixStore("round0", replica).wait(["z"], timedelta(milliseconds=50))
 
 
 def test_state_is_set_by_one_of_two_agents(store: TorchrunStore) -> None:

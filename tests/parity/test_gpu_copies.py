@@ -13,6 +13,9 @@ from torch import nn
 
 import shardwell
 from shardwell.memory import device_copies
+from shardwell.memory.buffers import VectorMemory
+from shardwell.module.flat_vector import FlatVector
+from shardwell_wire.model.layout import Parameter, UnitLayout
 from tests.support.fake_gpu import FakeGpu, fake_gpu
 
 STEPS = 3
@@ -139,6 +142,23 @@ def test_an_abandoned_arrival_copies_nothing() -> None:
         arrival.receive_buffer().copy_(values)
         arrival.begin()
         assert not arrival._target.any()
+
+
+def test_a_gather_that_ctrl_c_left_running_does_not_change_the_next_transfer() -> None:
+    layout = UnitLayout("u", (Parameter("p", (16,), "float32"),))
+    values = torch.arange(1, layout.size_bytes + 1, dtype=torch.uint8)
+    vector = FlatVector(layout, torch.device("cpu"), VectorMemory())
+    with fake_gpu():
+        vector.allocate()
+        vector.expect()
+        former = vector.copier(layout)
+        vector.release(reusable=False)
+        vector.allocate()
+        vector.expect()
+        vector.copier(layout)(0, values)
+        former(0, values + 1)
+        assert torch.equal(vector._bytes(), values)
+        vector.release()
 
 
 def arrival_of(gpu: FakeGpu, size_bytes: int) -> tuple[device_copies.Arrival, torch.Tensor]:

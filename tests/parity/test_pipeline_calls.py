@@ -142,6 +142,29 @@ def test_several_calls_gather_and_push_once(tmp_path: Path, schedule: str) -> No
     run_ranks(accumulating_worker, str(tmp_path / "store"), schedule)
 
 
+def repeated_worker(rank: int, path: str, schedule: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    plain, trainer = gpt(), Trainer(rank, schedule, gpt())
+    optimizer, run, units = sgd(plain.parameters()), trainer.schedule, trainer.sharded.units
+    names = {unit.name for unit in units}
+    for step in range(STEPS):
+        calls = [batch(10 * step + number) for number in range(3)]
+        for number, (tokens, targets) in enumerate(calls):
+            run.step(tokens, target=targets)
+            if number == 1:  # a trainer also computes the work items of trainers that were lost
+                units.finish_item()
+        assert trainer.store.pushes == Counter(dict.fromkeys(names, 3 * (step + 1))), "one push per call"
+        trainer.sharded.step()
+        train(plain, optimizer, calls, schedule)
+    compare(trainer, plain)
+    gloo.leave()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "InterleavedZeroBubble"])
+def test_several_calls_and_work_items_of_a_step_add_their_gradients(tmp_path: Path, schedule: str) -> None:
+    run_ranks(repeated_worker, str(tmp_path / "store"), schedule)
+
+
 class Masked(nn.Module):
     """A stage made by hand that takes keyword arguments. It holds one layer of the model."""
 

@@ -50,6 +50,7 @@ OF_OTHER_PROGRAMS = {
 }
 NOT_OURS = {
     "shardwell.optim.X": "stands for every optimizer",
+    "shardwell.internal": "a name in certificates of docker compose",
     "fully_shard() takes no argument 'mesh'": "FSDP2's",
     "there is no command shardwell and": "the names of both commands",
     "there is no command shardwell find": "prose",

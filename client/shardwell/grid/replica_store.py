@@ -7,8 +7,10 @@ from datetime import timedelta
 from typing import Any, Self
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from shardwell.membership.membership import Membership
+from shardwell_wire.errors import DeadlineError
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -19,9 +21,20 @@ class CoordinatorStore(Store):
         """Calls an rpc, with the fields that tell the coordinator which store is meant."""
         raise NotImplementedError
 
-    def _wait_for(self, request: coordinator_pb2.StoreGetRequest) -> coordinator_pb2.StoreGetResponse:
-        """Calls ``StoreGet`` until all keys have values."""
+    def _wait_for(
+        self, request: coordinator_pb2.StoreGetRequest, timeout_s: float | None
+    ) -> coordinator_pb2.StoreGetResponse:
+        """Calls ``StoreGet`` until all keys have values.
+
+        Args:
+            request: The request.
+            timeout_s: Longest wait. ``DistStoreError`` ends it. None: that of the store.
+        """
         raise NotImplementedError
+
+    def _values(self, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
+        """Waits until all keys have values, and returns them."""
+        return list(self._wait_for(coordinator_pb2.StoreGetRequest(keys=keys), timeout_s).values)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sets the value of a key."""
@@ -41,7 +54,7 @@ class CoordinatorStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Waits until all keys have values, and returns them."""
-        return list(self._wait_for(coordinator_pb2.StoreGetRequest(keys=keys)).values)
+        return self._values(keys, None)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Sets the values of several keys."""
@@ -68,8 +81,16 @@ class CoordinatorStore(Store):
         return deleted
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys have values. The limit is that of ``get``, whatever the timeout."""
-        self.multi_get(keys)
+        """Waits until all keys have values.
+
+        Args:
+            keys: The keys.
+            timeout: Longest wait. None: as ``get``.
+
+        Raises:
+            DistStoreError: A key has no value after the timeout.
+        """
+        self._values(keys, None if timeout is None else timeout.total_seconds())
 
     def clone(self) -> Self:
         """Returns this store, which serves several threads.
@@ -96,8 +117,8 @@ class ReplicaStore(CoordinatorStore):
 
     NCCL's ``exception_dump`` stays in this process: no rpc, and no error when the epoch has ended.
 
-    Waits end with ``DeadlineError`` after ``wait_limit_s``, and all calls with ``StaleEpochError`` when the trainers of
-    the replica have changed.
+    Waits end with ``DeadlineError`` after ``wait_limit_s``, and with ``DistStoreError`` after a shorter timeout of
+    ``wait``. All calls end with ``StaleEpochError`` when the trainers of the replica have changed.
 
     Args:
         membership: This trainer's membership in the run.
@@ -123,27 +144,36 @@ class ReplicaStore(CoordinatorStore):
         has_dumps = all(key in self._dumps for key in keys if key.endswith(_DUMP_KEY))
         return has_dumps and (not others or super().check(others))
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits until all keys have values, and returns them."""
+    def _values(self, keys: Sequence[str], timeout_s: float | None) -> list[bytes]:
         others = [key for key in keys if key not in self._dumps]
-        found = dict(zip(others, super().multi_get(others), strict=True)) if others else {}
+        found = dict(zip(others, super()._values(others, timeout_s), strict=True)) if others else {}
         return [found[key] if key in found else self._dumps[key] for key in keys]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Has no effect: all waits end after ``wait_limit_s``."""
+        """Has no effect: waits without a timeout of their own end after ``wait_limit_s``."""
 
     def _call(self, rpc_name: str, request: Any) -> Any:
         self._address(request)
         return self._membership.call(rpc_name, request)
 
-    def _wait_for(self, request: coordinator_pb2.StoreGetRequest) -> coordinator_pb2.StoreGetResponse:
+    def _wait_for(
+        self, request: coordinator_pb2.StoreGetRequest, timeout_s: float | None
+    ) -> coordinator_pb2.StoreGetResponse:
         self._address(request)
-        found: coordinator_pb2.StoreGetResponse = self._membership.poll(
-            "StoreGet",
-            request,
-            lambda answer: answer.found,
-            what=f"the other trainers of the replica ({request.keys[0]!r})",
-        )
+        # Torch passes the timeout of the process group, which is the limit of all waits, in whole milliseconds.
+        is_shorter = timeout_s is not None and timeout_s + 0.001 < self._membership.wait_limit_s
+        try:
+            found: coordinator_pb2.StoreGetResponse = self._membership.poll(
+                "StoreGet",
+                request,
+                lambda answer: answer.found,
+                what=f"the other trainers of the replica ({request.keys[0]!r})",
+                limit_s=timeout_s if is_shorter else None,
+            )
+        except DeadlineError as error:
+            if not is_shorter:
+                raise
+            raise DistStoreError(str(error)) from error
         return found
 
     def _address(self, request: Any) -> None:

@@ -60,7 +60,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 class TorchrunStore(CoordinatorStore):
     """The store of one rendezvous.
 
-    All calls raise ``DistStoreError`` if the coordinator cannot be reached, and waits also after the store's timeout.
+    All calls raise ``DistStoreError`` if the coordinator cannot be reached, and waits also after the timeout.
 
     Args:
         client: Calls the coordinator.
@@ -83,8 +83,11 @@ class TorchrunStore(CoordinatorStore):
         except ShardwellError as error:
             raise DistStoreError(str(error)) from error
 
-    def _wait_for(self, request: coordinator_pb2.StoreGetRequest) -> coordinator_pb2.StoreGetResponse:
-        limit_s: float = self.timeout.total_seconds()  # type: ignore[attr-defined]  # a property of torch
+    def _wait_for(
+        self, request: coordinator_pb2.StoreGetRequest, timeout_s: float | None
+    ) -> coordinator_pb2.StoreGetResponse:
+        own_s: float = self.timeout.total_seconds()  # type: ignore[attr-defined]  # a property of torch
+        limit_s = own_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while True:
             request.wait_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))

@@ -234,6 +234,11 @@ class Membership:
         """Name of this trainer's host."""
         return self._config.host
 
+    @property
+    def wait_limit_s(self) -> float:
+        """Longest wait for the other trainers."""
+        return self._config.waits.wait_limit_s
+
     # ---- calls ----
 
     def context(self, step: int, lease: Lease | None = None) -> common_pb2.RequestContext:
@@ -274,6 +279,7 @@ class Membership:
         *,
         what: str,
         with_replica: bool = False,
+        limit_s: float | None = None,
     ) -> Any:
         """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true; returns this response.
 
@@ -285,9 +291,10 @@ class Membership:
             with_replica: True if the trainer cannot go on without its replica. A response that is not final then raises
                 an error if the replica's process group is void. A final one counts: a trainer of the replica may have
                 left because the run has ended. See Note: [Void process groups].
+            limit_s: A shorter limit than ``wait_limit_s``. None: there is none.
 
         Raises:
-            DeadlineError: Not done within ``wait_limit_s``. The message says what the coordinator waits for.
+            DeadlineError: Not done within the limit. The message says what the coordinator waits for.
             StaleEpochError: The membership has lapsed.
             ReplicaLostError: The replica's process group is void.
         """
@@ -296,11 +303,12 @@ class Membership:
         waits, replica = self._config.waits, self.replica_epoch
         started = last_report = time.monotonic()
         until_s = started + waits.wait_limit_s
+        done_until_s = until_s if limit_s is None else started + limit_s
         while True:
             has_group = with_replica and replica.formed > 0
             is_void = has_group and replica.is_void  # before the rpc, whose response may be final
             longest_s = _REPLICA_POLL_S if has_group else _POLL_S
-            request.wait_s = wait_s = 0.0 if is_void else max(0.0, min(longest_s, until_s - time.monotonic()))
+            request.wait_s = wait_s = 0.0 if is_void else max(0.0, min(longest_s, done_until_s - time.monotonic()))
             if is_join:
                 self.check()
             elif not self.valid:
@@ -313,7 +321,7 @@ class Membership:
             if is_void:
                 raise replica.lost_error()
             now, reasons = time.monotonic(), "; ".join(getattr(response, "waiting_for", ()))
-            if now >= until_s:
+            if now >= done_until_s:
                 raise DeadlineError(f"waited {now - started:.0f} s for {what}: {reasons}", waiting_for=reasons)
             if now - last_report > _POLL_S / 2:
                 logger.log(log_level, "waiting for %s (%.0f s): %s", what, now - started, reasons)

@@ -9,6 +9,7 @@ Note: [Swapped storages]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -105,9 +106,14 @@ class FlatVector:
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(self.storage, start // spec.item_size, spec.shape, strides)
 
-    def expect(self) -> None:
-        """Prepares the vector on a GPU for a transfer. Called by the thread that computes, before the other methods."""
+    def expect(self) -> Arrival:
+        """Prepares the vector on a GPU for a transfer. Called by the thread that computes, before the other methods.
+
+        Returns:
+            The transfer. Its ``begin`` starts the copy, once the receive buffer is complete.
+        """
         self._arrival = Arrival(self._bytes())
+        return self._arrival
 
     def receive_buffer(self, layout: UnitLayout | None = None) -> memoryview:
         """Returns host memory for the vector's bytes; ``receive`` completes the vector from there.
@@ -129,22 +135,27 @@ class FlatVector:
         self._staging = torch.empty(self._layout.size_bytes, dtype=torch.uint8)
         return memory_at(self._staging.data_ptr(), self._layout.size_bytes, self._staging)
 
-    def copy_from(self, layout: UnitLayout, start_bytes: int, source: torch.Tensor) -> None:
-        """Copies a part of the vector to a GPU from registered memory, and waits for the copy. Called from any thread.
+    def copier(self, layout: UnitLayout) -> Callable[[int, torch.Tensor], None]:
+        """Returns a function that copies a part of the vector to a GPU from registered memory, and waits for the copy.
+
+        The function may be called in any thread, with the start of the part in ``layout`` and the part, which is uint8.
+        It does nothing once the vector has been released: it belongs to the transfer for which it was made.
 
         Args:
             layout: The same parameters in the dtypes of the memory.
-            start_bytes: Start of the part in that layout.
-            source: The part. uint8. [part_bytes]
         """
         arrival = self._arrival
         assert arrival is not None
-        if layout == self._layout:
-            target = self._bytes()[start_bytes : start_bytes + source.numel()]
-            arrival.copy(source, lambda source: target.copy_(source, non_blocking=True))
-        else:
-            on_device = partial(torch.Tensor.to, device=self._device, non_blocking=True)
-            arrival.copy(source, lambda source: self._cast(layout, start_bytes, on_device(source)))
+        on_device = partial(torch.Tensor.to, device=self._device, non_blocking=True)
+
+        def copy(start_bytes: int, source: torch.Tensor) -> None:
+            if layout == self._layout:
+                target = self._bytes()[start_bytes : start_bytes + source.numel()]
+                arrival.copy(source, lambda source: target.copy_(source, non_blocking=True))
+            else:
+                arrival.copy(source, lambda source: self._cast(layout, start_bytes, on_device(source)))
+
+        return copy
 
     def _cast(self, layout: UnitLayout, start_bytes: int, received: torch.Tensor) -> None:
         """Casts a part of the same parameters in other dtypes to the vector. On a GPU, only enqueues the work.
@@ -162,12 +173,6 @@ class FlatVector:
             source = received[at.start_bytes - start_bytes : at.stop_bytes - start_bytes]
             source = source.view(getattr(torch, layout.parameters[index].dtype))
             target.view(getattr(torch, dtype)).copy_(source)
-
-    def received(self) -> None:
-        """Starts the copy to a GPU, once the receive buffer is complete. Called from any thread."""
-        arrival = self._arrival
-        if arrival is not None:
-            arrival.begin()
 
     @property
     def device_type(self) -> str:

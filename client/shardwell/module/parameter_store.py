@@ -133,9 +133,9 @@ class ParameterStore(Protocol):
 
         Args:
             unit_index: The unit.
-            target: Receives the flat vector, padding included. The caller keeps the memory alive and unmoved until
-                the future is done. None: ``vector`` is on a GPU, and gets the bytes by ``FlatVector.copy_from``, or in
-                a receive buffer that the store asks for. [layout.size_bytes]
+            target: Receives the flat vector, padding included. The view keeps the memory alive, and the memory is not
+                moved or reused until the future is done. None: ``vector`` is on a GPU, and gets the bytes by
+                ``FlatVector.copier``, or in a receive buffer that the store asks for. [layout.size_bytes]
             exact: Deliver the stored values, also if the trainer otherwise computes with rounded values.
             layout: The unit's parameters in the dtypes to deliver, if these differ from the stored dtypes. The gaps
                 in ``target`` are then undefined.

@@ -253,6 +253,8 @@ _DEPENDS_ON_DTYPE: frozenset[Callable[..., Any]] = frozenset(
 """Functions that use the dtype. A freed parameter has the dtype of the servers, also under mixed precision."""
 
 _CLIP_FILE, _SCALER_FILE = clip_grad.__file__, grad_scaler.__file__
+_BACKWARD_FILE = "torch/distributed/pipelining/_backward.py"
+"""Torch's schedules that split the backward. They set ``.grad`` themselves; the stage pushes it after the schedule."""
 _PACKAGE = str(Path(__file__).parents[1])
 
 USE_SHARDED_SCALER = (
@@ -444,6 +446,8 @@ def _writes(function: str) -> bool:
 def _check_grad_access(parameter: torch.Tensor, *, writes: bool, frame: FrameType) -> None:
     """Raises for code that would mistake the local gradients for all gradients."""
     owner, caller = _owner(parameter), frame.f_code
+    if caller.co_filename.endswith(_BACKWARD_FILE):
+        return
     if caller.co_filename == _CLIP_FILE:
         refuse_clipping(owner)
     if caller.co_filename == _SCALER_FILE:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from shardwell.memory.buffers import VectorMemory, trim
-from shardwell.memory.device_copies import is_gpu
+from shardwell.memory.device_copies import Arrival, is_gpu
 from shardwell.module.flat_vector import FlatVector
 from shardwell.module.mixed_precision import AS_STORED, MixedPrecisionPolicy, Precision, local_part
 from shardwell.module.parameter_store import FlatValues, InPlaceVector, NewValues, ParameterStore
@@ -192,26 +193,18 @@ class Unit(ResidentUnit):
                 self._await_version = self._store.await_version(self.index)
             else:
                 flat = self._flat
-                buffer = None
-                if self._on_gpu:
-                    flat.expect()
-                else:
-                    buffer = flat.receive_buffer()
+                arrival = flat.expect() if self._on_gpu else None
+                buffer = None if arrival is not None else flat.receive_buffer()
                 self.in_flight = self._store.gather(self.index, buffer, layout=self.precision.layout, vector=flat)
-                if self._on_gpu:
+                if arrival is not None:
                     # The thread that fetched the unit starts the copy to the GPU, so the training thread does not wait
                     # for the bytes.
-                    self.in_flight.add_done_callback(self._begin_device_copy)
+                    self.in_flight.add_done_callback(partial(_begin_device_copy, arrival))
         except BaseException as error:
             # After Ctrl-C, a gather may be running although there is no future to wait for.
             self.in_flight = None
             self._release(reusable=isinstance(error, Exception))
             raise
-
-    def _begin_device_copy(self, gather: Future[int]) -> None:
-        # Runs in the thread that completes the gather, so that a copy to a GPU does not wait for the training thread.
-        if not gather.cancelled() and gather.exception() is None:
-            self._flat.received()
 
     def unshard(self) -> None:
         """Waits for the values and makes the parameters usable.
@@ -427,6 +420,12 @@ class Unit(ResidentUnit):
         """Returns a parameter's values as a view of a result of ``gather_copy``."""
         spec, start = self.layout.parameters[index], self.layout.starts[index]
         return flat[start : start + spec.size_bytes].view(self.precision.stored_dtypes[index]).view(spec.shape)
+
+
+def _begin_device_copy(arrival: Arrival, gather: Future[int]) -> None:
+    # Runs in the thread that completes the gather, so that a copy to a GPU does not wait for the training thread.
+    if not gather.cancelled() and gather.exception() is None:
+        arrival.begin()
 
 
 def check_versions(units: Iterable[Unit]) -> None:

@@ -301,7 +301,7 @@ class RunStore:
     ) -> Future[int]:
         """Starts to fetch a unit to a GPU: from registered memory if possible, otherwise through a receive buffer."""
         if all(shard.is_registered for shard in unit.shards):
-            return self._fetches.gather_to_device(unit, version, partial(vector.copy_from, unit.layout), alternative)
+            return self._fetches.gather_to_device(unit, version, vector.copier(unit.layout), alternative)
         if self._wire.gather_dtype == wire_dtypes.AS_STORED:  # the GPU casts
             return self._fetches.gather(unit, version, vector.receive_buffer(unit.layout), alternative=alternative)
         return self._fetches.gather(unit, version, vector.receive_buffer(), layout, alternative=alternative)
