@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from shardwell.weights.weight_files import from_safetensors
     from shardwell.wrapping.activation_offload import ActivationOffload, offload_activations
     from shardwell.wrapping.auto_wrap import auto_wrap, unwrap
+    from shardwell.wrapping.experts import merge_experts, split_experts
     from shardwell.wrapping.policies import (
         CustomPolicy,
         MemoryOptions,
@@ -168,6 +169,7 @@ __all__ = [
     "join",
     "join_state_dicts",
     "local_ratio",
+    "merge_experts",
     "num_parameters",
     "offload_activations",
     "open_checkpoint",
@@ -177,6 +179,7 @@ __all__ = [
     "save_dcp",
     "save_safetensors",
     "sharded_state_dict",
+    "split_experts",
     "testing",
     "unwrap",
 ]
@@ -206,6 +209,7 @@ _NAMES = {
     "shardwell.weights.weight_files": "from_safetensors",
     "shardwell.wrapping.activation_offload": "ActivationOffload offload_activations",
     "shardwell.wrapping.auto_wrap": "auto_wrap unwrap",
+    "shardwell.wrapping.experts": "merge_experts split_experts",
     "shardwell.wrapping.policies": "CustomPolicy MemoryOptions MemoryStrategy ModuleTypePolicy NoWrapPolicy SizePolicy",
     "shardwell.wrapping.tiled_linear": "TiledLinear",
 }

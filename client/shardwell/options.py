@@ -237,7 +237,7 @@ class JoinConfig:
         self._check_error_feedback()
         if self.transfers.gradient_reduction != DIRECT and self.world.replica_size > 1:
             raise UsageError(
-                f"gradient_reduction={self.transfers.gradient_reduction!r} needs a world with tp=1 and pp=1, got "
+                f"gradient_reduction={self.transfers.gradient_reduction!r} needs a world with cp=1, tp=1 and pp=1, got "
                 f"{self.world}: the trainers that add gradients meet once, when they join, and a replica is formed "
                 f"again with others when one is lost. Use gradient_reduction={DIRECT!r}"
             )
@@ -250,6 +250,11 @@ class JoinConfig:
 
     def _check_error_feedback(self) -> None:
         dtype, has_feedback = self.transfers.push_dtype, self.transfers.push_error_feedback
+        if has_feedback and self.world.cp > 1:
+            raise UsageError(
+                f"push_error_feedback=True needs a world with cp=1, got {self.world}: use push_dtype='bfloat16' or "
+                "'float32' without push_error_feedback"
+            )
         if has_feedback and dtype == "float32":
             raise UsageError(
                 "push_error_feedback=True with push_dtype='float32': float32 gradients are not rounded. Set push_dtype "
@@ -322,7 +327,7 @@ class JoinConfig:
         """Returns the configuration for the arguments of ``join``.
 
         A field is taken from the first source that sets it: an argument, the variable ``SHARDWELL_`` + the field's name
-        in capitals, torchrun, the default. The fields of the world are DP, TP, PP and ORDER (such as ``dp,tp,pp``).
+        in capitals, torchrun, the default. The fields of the world are DP, CP, TP, PP and ORDER (such as ``dp,tp,pp``).
 
         Args:
             explicit: Arguments by field name; None stands for an argument that was not passed.
@@ -459,7 +464,7 @@ class TorchrunPlace:
         if self.dp_rank is not None and self.world_size != world.replica_size:
             raise UsageError(
                 f"SHARDWELL_DP_RANK={self.dp_rank}, WORLD_SIZE={self.world_size}: the launcher must start all trainers "
-                f"of one replica, which are tp * pp = {world.replica_size} in {world}"
+                f"of one replica, which are {world.replica_formula} = {world.replica_size} in {world}"
             )
         ranks = range(world.size) if self.dp_rank is None else world.replica_ranks(self.dp_rank)
         if len(ranks) == self.world_size and not given.keys() & {"trainer", "global_rank"}:

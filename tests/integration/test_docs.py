@@ -25,6 +25,7 @@ from torch import nn
 
 import shardwell
 from examples.gpt import GPT, GPTConfig
+from tests.support import long_gpt
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
@@ -109,6 +110,7 @@ def _default_names() -> dict[str, Any]:
         "shardwell": shardwell,
         "config": config,
         "Block": Block,
+        "Expert": Block,
         "Model": Model,
         "model": model,
         "block": model.blocks[0],
@@ -124,6 +126,7 @@ def _default_names() -> dict[str, Any]:
         "make_gpt": lambda: GPT(
             GPTConfig(vocab_size=16, context=_SIZE, width=_SIZE, num_heads=2, num_layers=2, tied=False)
         ),
+        "make_long_gpt": long_gpt.gpt,
         "work_item": torch.zeros(4, _SIZE, dtype=torch.long),
         "micro_batch": torch.zeros(1, _SIZE, dtype=torch.long),
         "make_batch": lambda step, dp_rank: torch.zeros(2, 4, _SIZE, dtype=torch.long).unbind(),

@@ -219,7 +219,7 @@ def test_contributors_are_limited_like_the_ranks_of_a_world(server: ShardServer)
     spec.pp_ranks.extend(range(1000))
     error = error_of(lambda: one.reserve(unit=spec, start_bytes=0, stop_bytes=0))
     assert isinstance(error, InvalidRequestError)
-    assert "1000 pipeline ranks in a run with dp=65536, which is 65536000 contributions" in str(error)
+    assert "1000 ranks of a replica in a run with dp=65536, which is 65536000 contributions" in str(error)
     spec.pp_ranks[1:] = []
     before = server.evaluate(lambda: len(server.store.runs))
     one.reserve(unit=spec, start_bytes=0, stop_bytes=0)

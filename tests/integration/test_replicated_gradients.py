@@ -117,8 +117,9 @@ def test_sequence_parallel_ranks_reduce_to_the_same_bits(cluster: shardwell.Loca
     assert differences(cluster.address, train(cluster.address, tp, sequence_parallel=True)) == []
 
 
-def other_batch_worker(rank: int, address: str, run: str) -> None:
-    world, waits = shardwell.World(tp=2), shardwell.WaitOptions(wait_limit_s=60)
+def other_batch_worker(rank: int, address: str, run: str, world: shardwell.World, place: str) -> None:
+    """The last rank gets another batch."""
+    waits = shardwell.WaitOptions(wait_limit_s=60)
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", waits=waits) as session:
         mesh = session.replica_mesh()
         torch.manual_seed(0)
@@ -126,16 +127,24 @@ def other_batch_worker(rank: int, address: str, run: str) -> None:
         plan = plan_tensor_parallel(model, 2, fused_by_head=True, sequence_parallel=True)
         shardwell.auto_wrap(plan.apply(model, mesh["tp"]), session)
         step = next(session.steps(1))
-        with pytest.raises(
-            shardwell.UsageError, match=r"ranks of pipeline rank 0 have different batches for dp rank 0"
-        ):
-            next(step.batches(lambda number, dp_rank: batch(number + session.tp_rank, dp_rank)))
+        with pytest.raises(shardwell.UsageError, match=f"ranks of {place} have different batches for dp rank 0"):
+            next(step.batches(lambda number, dp_rank: batch(number + (rank == world.size - 1), dp_rank)))
     gloo.leave()
 
 
-def test_tensor_parallel_ranks_with_different_batches_are_refused(cluster: shardwell.LocalCluster) -> None:
+@pytest.mark.parametrize(
+    ("world", "place"),
+    [
+        (shardwell.World(tp=2), "pipeline rank 0"),
+        (shardwell.World(cp=2, tp=2), "context-parallel rank 1, pipeline rank 0"),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_ranks_with_different_batches_are_refused(
+    cluster: shardwell.LocalCluster, world: shardwell.World, place: str
+) -> None:
     """With sequence parallelism, the checksums of the gradients are equal all the same: the gradients are summed."""
-    run_ranks(other_batch_worker, cluster.address, uuid.uuid4().hex)
+    run_ranks(other_batch_worker, cluster.address, uuid.uuid4().hex, world, place, count=world.size)
 
 
 def unsummed_worker(rank: int, address: str, run: str) -> None:

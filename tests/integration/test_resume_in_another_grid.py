@@ -12,7 +12,7 @@ from torch import nn
 import shardwell
 from shardwell_wire.errors import ConflictError, UnitMismatchError
 from tests.support.cluster import cluster_fixture
-from tests.support.grid_runs import read, train
+from tests.support.grid_runs import assert_equal, contents, read, train
 from tests.support.grid_trainer import OPTIMIZER, Block, Model, build, compute
 
 Grid = tuple[int, int, int]
@@ -36,18 +36,6 @@ class Saved:
         folder.mkdir()
         run, _ = train(self._cluster, folder, grid, steps=steps, resume=resume, on_trainers=self._on_trainers)
         return shardwell.open_checkpoint(folder / "checkpoints", run=run).url, read(self._cluster, run)
-
-
-def contents(url: str) -> dict[str, torch.Tensor]:
-    """Returns everything in a checkpoint that belongs to a parameter or buffer, by name and state."""
-    checkpoint = shardwell.open_checkpoint(url)
-    names = [*checkpoint.parameters, *checkpoint.buffers]
-    return {f"{name}|{state}": checkpoint.read(name, state) for name in names for state in checkpoint.states(name)}
-
-
-def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("on_trainers", [False, True], ids=["optimizer on servers", "optimizer on trainers"])

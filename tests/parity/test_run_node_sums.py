@@ -136,6 +136,7 @@ def test_options_that_change_bits_or_do_not_exist_are_refused(options: dict[str,
         shardwell.TransferOptions(**{"gradient_reduction": "hierarchical"} | options)
 
 
-def test_grids_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"needs a world with tp=1 and pp=1, got World\(dp=2, tp=2, pp=1\)"):
-        shardwell.join("localhost:1", world=shardwell.World(dp=2, tp=2))
+@pytest.mark.parametrize("axis", ["cp", "tp", "pp"])
+def test_grids_are_refused(axis: str) -> None:
+    with pytest.raises(UsageError, match=rf"needs a world with cp=1, tp=1 and pp=1, got World\(dp=2, .*{axis}=2"):
+        shardwell.join("localhost:1", world=shardwell.World(dp=2, **{axis: 2}))

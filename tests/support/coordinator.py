@@ -64,6 +64,7 @@ class Trainer:
         """The item that the trainer computed from each version."""
         self._note(joined.work)
         self.ranks = [rank_assignment.coordinates.global_rank for rank_assignment in joined.rank_assignments]
+        self.cp = joined.config.world.cp
 
     def _note(self, work: coordinator_pb2.StepWork) -> None:
         for item in work.items:
@@ -217,6 +218,7 @@ class Rpcs:
     async def publish_unit(self, trainers: Sequence[Trainer], name: str = "u", *shapes: tuple[int, ...]) -> None:
         """Declares a unit in every trainer and publishes it."""
         spec = unit(name, *(shapes or ((64, 64),)))
+        spec.cp = trainers[0].cp
         for trainer in trainers:
             declared = await trainer.declare(spec)
             if declared.initialize:

@@ -53,3 +53,16 @@ def read(cluster: shardwell.LocalCluster, run: str) -> dict[str, torch.Tensor]:
     """Returns the values of all parameters and buffers."""
     with shardwell.attach(cluster.address, run=run) as reader, reader.pin() as pinned:
         return dict(pinned.values())
+
+
+def contents(url: str) -> dict[str, torch.Tensor]:
+    """Returns everything in a checkpoint that belongs to a parameter or buffer, by name and state."""
+    checkpoint = shardwell.open_checkpoint(url)
+    names = [*checkpoint.parameters, *checkpoint.buffers]
+    return {f"{name}|{state}": checkpoint.read(name, state) for name in names for state in checkpoint.states(name)}
+
+
+def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Raises AssertionError unless the tensors have the same names and the same bits."""
+    assert got.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []

@@ -110,7 +110,7 @@ def test_exit_code_reports_an_unhealthy_server(capsys: pytest.CaptureFixture[str
 
 def test_world_command_requires_a_run_or_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["world", "--address", "127.0.0.1:1"]) == 1
-    assert "--dp, --tp and --pp" in capsys.readouterr().err
+    assert "--dp, --cp, --tp and --pp" in capsys.readouterr().err
 
 
 def plan(tmp_path: Path, *options: str) -> launch.LaunchPlan:
@@ -124,12 +124,21 @@ def test_default_world_fits_the_number_of_trainers(tmp_path: Path) -> None:
     assert (made.world, made.run, made.command[2:]) == (World(dp=2, tp=2, pp=2), "train", ("--its-own",))
 
 
+def test_trainers_get_the_sizes_of_all_axes(tmp_path: Path) -> None:
+    made = plan(tmp_path, "--num-trainers", "8", "--cp", "2", "--pp", "2")
+    assert made.world == World(dp=2, cp=2, pp=2)
+    environment = made.environment("t", "a:1", {})
+    assert [environment[f"SHARDWELL_{axis}"] for axis in ("DP", "CP", "TP", "PP")] == ["2", "2", "1", "2"]
+    with pytest.raises(shardwell.UsageError, match="--num-trainers 3 is not a multiple of cp=2 x tp=1 x pp=1"):
+        plan(tmp_path, "--num-trainers", "3", "--cp", "2")
+
+
 def test_number_of_trainers_that_does_not_fit_the_axes_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(shardwell.UsageError, match="--num-trainers 3 is not a multiple of tp=2 x pp=1"):
         plan(tmp_path, "--num-trainers", "3", "--tp", "2")
 
 
-@pytest.mark.parametrize("option", ["--num-trainers", "--num-shards", "--dp", "--tp", "--pp"])
+@pytest.mark.parametrize("option", ["--num-trainers", "--num-shards", "--dp", "--cp", "--tp", "--pp"])
 def test_counts_must_be_positive(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         plan(tmp_path, option, "0")

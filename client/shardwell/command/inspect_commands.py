@@ -97,13 +97,17 @@ def to_json(message: Message, *, indent: int | None = 2) -> str:
 
 
 def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
-    has_sizes = bool(arguments.dp or arguments.tp or arguments.pp)
+    has_sizes = bool(arguments.dp or arguments.cp or arguments.tp or arguments.pp)
     if bool(arguments.run) == has_sizes:
-        raise UsageError("expected either the name of a run, or the sizes of a world by --dp, --tp and --pp")
+        raise UsageError("expected either the name of a run, or the sizes of a world by --dp, --cp, --tp and --pp")
     request = coordinator_pb2.DescribeWorldRequest(run=arguments.run or "", num_layers=arguments.num_layers)
     if has_sizes:
         world = World(
-            dp=arguments.dp or 1, tp=arguments.tp or 1, pp=arguments.pp or 1, order=arguments.order.split(",")
+            dp=arguments.dp or 1,
+            tp=arguments.tp or 1,
+            pp=arguments.pp or 1,
+            order=arguments.order.split(","),
+            cp=arguments.cp or 1,
         )
         request.world.CopyFrom(world.to_proto())
     _show(arguments, coordinator.call("DescribeWorld", request, timeout_s=arguments.timeout), tables.world)
@@ -248,7 +252,7 @@ _WORLD = (
     _argument("run", metavar="RUN", nargs="?", help="name of a run"),
     *(
         _argument(f"--{axis}", type=int, metavar="N", help=f"size of the {meaning} axis of a hypothetical world")
-        for axis, meaning in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline"))
+        for axis, meaning in (("dp", "data"), ("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"))
     ),
     _argument("--order", default="dp,tp,pp", help="axes of the hypothetical world, slowest first (default: dp,tp,pp)"),
     _argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over the stages"),

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwell.tables import division_tables, format_size, listing_table
-from shardwell_wire.model.topology import AXES, AXIS_NAMES, Consistency, World
+from shardwell_wire.model.topology import AXES, AXIS_NAMES, CONTEXT_AXES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 _WORK_STATES = {
@@ -52,9 +52,12 @@ def duration(seconds: float) -> str:
 
 def world_text(world: common_pb2.World) -> str:
     """Returns a world as ``dp x tp x pp``, with its order unless that is the default."""
-    shape = f"{world.dp} x {world.tp} x {world.pp}"
-    order = tuple(AXIS_NAMES[axis] for axis in world.order) or AXES
-    return shape if order == AXES else f"{shape} ({','.join(order)})"
+    axes = CONTEXT_AXES if world.cp > 1 else AXES
+    shape = " x ".join(str(getattr(world, axis)) for axis in axes)
+    if world.cp > 1:
+        shape = f"{shape} ({' x '.join(axes)})"
+    order = tuple(AXIS_NAMES[axis] for axis in world.order) or axes
+    return shape if order == axes else f"{shape} ({','.join(order)})"
 
 
 def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
@@ -178,16 +181,19 @@ def checkpoint_lines(checkpoints: coordinator_pb2.CheckpointSummary) -> list[str
 
 def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     """Renders ``shardwell world``."""
+    axes = World.from_proto(response.world).axes
+    names = [axis.upper() for axis in axes]
     devices = ("DEVICE",) if any(each.HasField("device") for each in response.rank_assignments) else ()
-    groups_of = ("DP GROUP", "TP GROUP", "PP GROUP", "STAGES")
-    table = listing_table("RANK", "DP", "TP", "PP", *groups_of, "TRAINER", "HOST", *devices)
+    groups_of = (*(f"{name} GROUP" for name in names), "STAGES")
+    table = listing_table("RANK", *names, *groups_of, "TRAINER", "HOST", *devices)
     for summary in response.rank_assignments:
         at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
+        own = (getattr(at, f"{axis}_rank") for axis in axes)
         groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in rank_assignment.groups}
         table.add_row(
             str(at.global_rank),
-            *map(str, (at.dp_rank, at.tp_rank, at.pp_rank)),
-            *(groups.get(axis, "-") for axis in AXES),
+            *map(str, own),
+            *(groups.get(axis, "-") for axis in axes),
             _stages(rank_assignment),
             summary.trainer or "-",
             summary.host or "-",

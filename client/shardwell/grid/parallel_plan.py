@@ -43,7 +43,7 @@ class PlanReport:
             RunMismatchError: Another trainer of the run has another plan. The message names what differs.
         """
         plan, world = self._plan(), self._membership.world
-        if plan == self._sent or not (plan.models or world.tp * world.pp > 1):
+        if plan == self._sent or not (plan.models or world.replica_size > 1):
             return True
         request = coordinator_pb2.DeclareParallelPlanRequest(
             context=self._membership.context(step), trainer=self._membership.trainer, plan=plan

@@ -16,12 +16,13 @@ Note: [Ending a collective]
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -119,7 +120,6 @@ def _connected_sockets() -> Iterator[tuple[Connection, socket.socket]]:
                 yield connection, duplicate
 
 
-_AXES = ("tp", "pp")
 _GLOO_NAME, _NCCL_NAME = "gloo", "nccl"
 _ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 """Variables that say what NCCL's watchdog does when a collective fails. By default it ends the process."""
@@ -131,7 +131,7 @@ class ReplicaProcessGroup:
     Refers to the store while the group exists: torch keeps only the C++ half of a store that is written in Python.
 
     Attributes:
-        mesh: The mesh, with the axes ``tp`` and ``pp``.
+        mesh: The mesh, with the axes of ``shape``.
         backend: Name of the backend.
         aborted: True if results of collectives may be undefined. See Note: [Ending a collective].
 
@@ -140,14 +140,14 @@ class ReplicaProcessGroup:
         device_type: Device type of the mesh.
         store: The store in which the trainers of the replica meet.
         rank: This trainer's rank in the replica.
-        shape: Sizes of the axes ``tp`` and ``pp``.
+        shape: Sizes of the axes by name, slowest first.
         timeout_s: Longest time that a collective waits for a trainer that does not answer.
     """
 
     def __init__(
-        self, backend: str, device_type: str, store: Store, *, rank: int, shape: tuple[int, int], timeout_s: float
+        self, backend: str, device_type: str, store: Store, *, rank: int, shape: Mapping[str, int], timeout_s: float
     ) -> None:
-        size, self.backend, self.aborted = shape[0] * shape[1], backend, False
+        size, self.backend, self.aborted = math.prod(shape.values()), backend, False
         self._store, self._abort_lock = store, threading.Lock()
         self._connections: frozenset[Connection] = frozenset()
         """TCP connections to the other trainers of the replica."""
@@ -161,7 +161,7 @@ class ReplicaProcessGroup:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self._group = dist.group.WORLD
         try:
-            self.mesh = DeviceMesh(device_type, torch.arange(size).view(shape), mesh_dim_names=_AXES)
+            self.mesh = DeviceMesh(device_type, torch.arange(size).view(*shape.values()), mesh_dim_names=tuple(shape))
         except BaseException:  # such as a trainer of the replica that is lost meanwhile
             self.close(lost=True)
             raise

@@ -56,7 +56,7 @@ CONNECT_LIMIT_S = 60.0
 
 
 def device_mesh(membership: Membership, step: int, *, device_type: str, wait_limit_s: float) -> DeviceMesh:
-    """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
+    """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order, and ``cp`` if it is above 1.
 
     Creates the default process group if there is none: the trainer of logical rank 0 hosts its store, and the
     coordinator passes the store's address to the others.
@@ -254,7 +254,7 @@ class ReplicaMembers:
     epoch: int
     """Epoch of the replica: rises whenever its trainers change."""
     rank: int
-    """This trainer's rank in the replica: by tp rank, then by pp rank."""
+    """This trainer's rank in the replica: by cp rank, then by tp rank, then by pp rank."""
     missing: tuple[str, ...]
     """Trainers that are gone and not replaced yet."""
     errors: tuple[str, ...] = ()
@@ -284,7 +284,7 @@ class ReplicaGroup:
         membership.replica_epoch.when_void = self._end_collectives
 
     def mesh(self, device_type: str, backend: str | None = None) -> DeviceMesh:
-        """Returns the mesh of the replica, with the axes ``tp`` and ``pp``.
+        """Returns the mesh of the replica, with the axes ``tp`` and ``pp``, after ``cp`` if it is above 1.
 
         Forms the process group at the first call, and again if the trainers of the replica have changed.
 
@@ -316,7 +316,7 @@ class ReplicaGroup:
                 "which spans the trainers of one replica. Do not call init_process_group"
             )
         world = self._membership.world
-        size = world.tp * world.pp
+        size, axes = world.replica_size, tuple(axis for axis in world.axes if axis != "dp")
         choose_device(self._membership, device_type, position=members.rank, shared=backend == _GLOO)
         self.is_alone = alone and size > 1
         self._group = ReplicaProcessGroup(
@@ -324,7 +324,7 @@ class ReplicaGroup:
             device_type,
             ReplicaStore(self._membership, members.epoch) if size > 1 and not self.is_alone else HashStore(),
             rank=members.rank,
-            shape=(world.tp, world.pp),
+            shape={axis: getattr(world, axis) for axis in axes},
             timeout_s=self._wait_limit_s,
         )
         if self.is_alone:
@@ -347,13 +347,14 @@ class ReplicaGroup:
     @property
     def has_tensor_ranks(self) -> bool:
         """Whether the process group has several tensor-parallel ranks."""
-        return self._group is not None and self._group.mesh.shape[0] > 1
+        return self._group is not None and self._membership.world.tp > 1
 
     def require_same_item(self, item: coordinator_pb2.WorkItem, batch: int = 0) -> None:
         """Checks that all trainers of the replica start the same attempt of the same item.
 
         Collectives carry no names. Trainers that compute different items would mix their activations silently. So would
-        tensor-parallel ranks with different batches. Stages of a pipeline may have different ones.
+        tensor-parallel ranks with different batches. Stages of a pipeline may have different ones, and so may
+        context-parallel ranks: ``ContextParallel.split`` compares what it splits.
 
         Args:
             item: The item that this trainer starts.
@@ -368,10 +369,10 @@ class ReplicaGroup:
             return
         self._membership.replica_epoch.announce(item.replica_epoch)
         self.require_valid()
-        pp_rank, num_stages = group.mesh.get_local_rank("pp"), group.mesh.shape[1]
+        membership, world = self._membership, self._membership.world
         own = torch.tensor([item.dp_rank, item.attempt], device=group.control_device)
-        batches = own.new_full((2, num_stages), -(1 << 62))  # below the fingerprints of all ranks
-        batches[0, pp_rank], batches[1, pp_rank] = batch, -batch
+        batches = own.new_full((2, world.cp, world.pp), -(1 << 62))  # below the fingerprints of all ranks
+        batches[:, membership.cp_rank, membership.pp_rank] = own.new_tensor([batch, -batch])
         most = torch.cat([own, -own, batches.flatten()])
         try:
             dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -386,12 +387,13 @@ class ReplicaGroup:
                 f"the trainers of this replica do not start the same work item: dp rank {item.dp_rank}, attempt "
                 f"{item.attempt} is this trainer's. To go on, {START_AGAIN}"
             )
-        highest, lowest = most[4:].view(2, num_stages)
-        if stages := (highest != -lowest).nonzero().flatten().tolist():
+        highest, lowest = most[4:].view(batches.shape)
+        if places := (highest != -lowest).nonzero().tolist():
+            context = f"context-parallel rank {places[0][0]}, " if world.cp > 1 else ""
             raise UsageError(
-                f"the tensor-parallel ranks of pipeline rank {stages[0]} have different batches for dp rank "
-                f"{item.dp_rank}, attempt {item.attempt}: they compute parts of one batch together. Make the batch "
-                "from the arguments (step, dp_rank) only, and not from the trainer's rank or a generator of its own"
+                f"the tensor-parallel ranks of {context}pipeline rank {places[0][1]} have different batches for dp "
+                f"rank {item.dp_rank}, attempt {item.attempt}: they compute parts of one batch together. Make the "
+                "batch from the arguments (step, dp_rank) only, not from the trainer's rank or a generator of its own"
             )
 
     def lost_error(self, error: BaseException) -> ReplicaLostError:
@@ -445,18 +447,18 @@ class ReplicaGroup:
         """
         membership, world = self._membership, self._membership.world
         ranks = [assignment.coordinates for assignment in membership.rank_assignments]
-        if len({(rank.tp_rank, rank.pp_rank) for rank in ranks}) != 1:
+        if len({(rank.cp_rank, rank.tp_rank, rank.pp_rank) for rank in ranks}) != 1:
             raise UsageError(
-                "a replica has one trainer per tensor and pipeline rank; this trainer plays the logical ranks "
+                "a replica has one trainer per context, tensor and pipeline rank; this trainer plays the logical ranks "
                 f"{[rank.global_rank for rank in ranks]} of {world}"
             )
         own = ranks[0]
-        if world.tp * world.pp == 1:
+        if world.replica_size == 1:
             return ReplicaMembers(own.dp_rank, epoch=0, rank=0, missing=())
         described: coordinator_pb2.DescribeWorldResponse = membership.call(
             "DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=membership.run), member=member
         )
-        rank = own.tp_rank * world.pp + own.pp_rank
+        rank = world.rank_in_replica(world.coordinates(own.global_rank))
         for replica in described.replicas:
             if membership.trainer in replica.trainers:
                 return ReplicaMembers(

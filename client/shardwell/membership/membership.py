@@ -184,8 +184,9 @@ class Membership:
         """Records the state of the membership."""
         self.joined = joined
         self.rank_assignments: tuple[coordinator_pb2.RankAssignment, ...] = tuple(joined.rank_assignments)
-        self.pp_rank = self.rank_assignments[0].coordinates.pp_rank if self.rank_assignments else 0
-        """Pipeline rank of all logical ranks of this trainer. 0 if it has none."""
+        first = self.rank_assignments[0].coordinates if self.rank_assignments else common_pb2.Coordinates()
+        self.pp_rank, self.cp_rank = first.pp_rank, first.cp_rank
+        """Pipeline rank and context-parallel rank of all logical ranks of this trainer. 0 if it has none."""
         self.replica_epoch.announce(joined.replica_epoch)
         self._token.renew(joined.token)
         self.token_expired = False

@@ -408,6 +408,14 @@ class ShardedModule(nn.Module):
         for unit in self._require_units():
             unit.settings.backward_prefetch = _prefetch_list(modules)
 
+    def set_predicted(self, predicted: bool, *, recurse: bool = True) -> None:
+        """Sets whether parameters may be gathered ahead because the module ran at this place of an earlier step.
+
+        Set it to False for modules that run for some inputs only, such as experts: they are gathered when they run.
+        """
+        for unit in _units_in(self, recurse):
+            unit.settings.predicted = predicted
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops local gradients, and gradients of earlier steps that the servers keep for another optimizer.
 

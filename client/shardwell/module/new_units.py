@@ -35,7 +35,7 @@ _ATTRIBUTE = "_shardwell_stage_ties"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridPlace:
-    """The place of a trainer's units on the tensor and pipeline axes of its run."""
+    """The place of a trainer's units on the axes inside a replica of its run."""
 
     tp: int = 1
     """Size of the tensor axis."""
@@ -43,6 +43,9 @@ class GridPlace:
     """Size of the pipeline axis."""
     tp_rank: int = 0
     pp_rank: int = 0
+    cp: int = 1
+    """Size of the context axis."""
+    cp_rank: int = 0
 
     def require_unique(self, name: str | None, class_name: str) -> None:
         """Raises UsageError for a unit without a given name, if other pipeline stages may use the same default name."""
@@ -111,7 +114,12 @@ def _plan(
     return [
         NewUnit(
             UnitLayout(
-                unit_name, tuple(entry.describe() for entry in entries), placement, tp_rank=tp_rank, pp_ranks=pp_ranks
+                unit_name,
+                tuple(entry.describe() for entry in entries),
+                placement,
+                tp_rank=tp_rank,
+                pp_ranks=pp_ranks,
+                cp=place.cp,
             ),
             entries,
         )

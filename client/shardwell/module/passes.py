@@ -25,7 +25,7 @@ import functools
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -319,6 +319,25 @@ class ForwardBackward:
             for kept in displaced:
                 kept.free()
             self.start_gather(following)
+
+    def gather_ahead(self, units: Sequence[Unit]) -> int:
+        """Starts to gather units that run next, as far as the limits of prefetches allow.
+
+        Args:
+            units: Units in the order of their use.
+
+        Returns:
+            The number of units, from the first, whose gather is running or done.
+        """
+        if not self._prefetches:
+            return len(units)
+        with self._store.gathering_together():
+            for number, unit in enumerate(units):
+                if unit.needs_gather:
+                    if not self._policy.has_room_ahead(unit) or not self._has_room():
+                        return number
+                    self.start_gather(unit)
+        return len(units)
 
     def start_gather(self, unit: Unit) -> None:
         """Starts to gather a unit, unless a gather is running or done; waits while too many gathers are running."""

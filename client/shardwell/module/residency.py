@@ -64,6 +64,8 @@ class UnitSettings:
     requires_gradient_sync: bool = True
     forward_prefetch: tuple[ResidentUnit, ...] | None = None
     backward_prefetch: tuple[ResidentUnit, ...] | None = None
+    predicted: bool = True
+    """Whether the unit may be gathered because it was used at this place before. False for experts."""
 
     def drop_prefetch(self, removed: ResidentUnit) -> None:
         """Removes a unit that no longer exists from the units to prefetch."""
@@ -138,7 +140,13 @@ class UsageOrder(Generic[UnitT]):
         self._forward_ended = False
 
     def observe(self, unit: UnitT, phase: Phase) -> bool:
-        """Records that a unit is used now. Returns False for a repetition of the latest use, which is ignored."""
+        """Records that a unit is used now.
+
+        Returns:
+            False for uses that are ignored: a repetition of the latest use, and units that are not predicted.
+        """
+        if not unit.settings.predicted:
+            return False
         use, latest = self._uses[phase].get(unit), self._latest
         if use is None:
             use = self._uses[phase][unit] = _Use(unit, phase)
@@ -257,6 +265,11 @@ class ResidencyPolicy(Generic[UnitT]):
                 break
             yield following, self._displaced(self._excess_bytes(unit, ahead_bytes), first_uses)
         self._uses_before_fill = min(fill_after, number // 2)
+
+    def has_room_ahead(self, unit: UnitT) -> bool:
+        """Returns whether a unit that is known to be used soon may be gathered ahead, next to kept units."""
+        ahead_bytes = self._memory.fetching_bytes + self._memory.kept_bytes * (self.keep_bytes is None)
+        return ahead_bytes + _counted(unit) <= self.prefetch_bytes
 
     def _ahead_bytes(self, unit: UnitT) -> int:
         """Returns the bytes that are gathered ahead while a unit begins a use."""

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism inside a replica, on PyTorch's own engines."""
+"""Tensor, pipeline and context parallelism inside a replica."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwell.parallel.context_parallel import ContextParallel
     from shardwell.parallel.description import ActivationShape
     from shardwell.parallel.parallel_model import ParallelModel, TensorParallelOptions, parallelize
     from shardwell.parallel.pipeline import SCHEDULES, PipelineSchedule, PipelineStage, SchedulePlan
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEDULES",
     "ActivationShape",
+    "ContextParallel",
     "ModelSplit",
     "ParallelModel",
     "PipelineSchedule",
@@ -31,6 +33,7 @@ __all__ = [
 _MODULES = {
     "SCHEDULES": "shardwell.parallel.pipeline",
     "ActivationShape": "shardwell.parallel.description",
+    "ContextParallel": "shardwell.parallel.context_parallel",
     "ModelSplit": "shardwell.parallel.splitting",
     "ParallelModel": "shardwell.parallel.parallel_model",
     "PipelineSchedule": "shardwell.parallel.pipeline",

@@ -66,7 +66,7 @@ def dry_run(division: Division, pp_rank: int, options: PlanOptions, policy: Wrap
     """
     world, schedule = options.world, division.schedule
     indices = [0] if schedule is None else schedule.stages_of(pp_rank)
-    place = GridPlace(tp=world.tp, pp=world.pp, pp_rank=pp_rank)
+    place = GridPlace(tp=world.tp, pp=world.pp, pp_rank=pp_rank, cp=world.cp)
     stands_in = world.tp > 1 or any(division.stages[index].saved is None for index in indices)
     while True:
         run = DryRun(division, indices, options, place)

@@ -168,7 +168,7 @@ def plan_run(
         options: World, servers, links and memory settings of the run.
         division: How the model is divided over the tensor and pipeline axes of the world. None: the defaults.
         batch: Sequences per work item. None: one per micro-batch.
-        length: Tokens per sequence.
+        length: Tokens per sequence. With context parallelism: of the part of one rank.
         dtype: Default dtype of parameters. None: the model's.
         policy: As in ``auto_wrap``.
 
@@ -325,7 +325,7 @@ def _plan_server(runs: Sequence[DryRun], options: PlanOptions) -> ServerPlan:
     contributed, means = [0] * count, [0] * count
     for unit in _stored_units(runs, options):
         unit_states = options.state_bytes(unit.layout)
-        num_contributions = world.dp * len(unit.layout.pp_ranks)
+        num_contributions = world.dp * unit.layout.contributors_per_item
         emptiest_first = sorted(range(count), key=held.__getitem__)
         ranges = cut(unit.size_bytes, [1.0] * count, options.min_shard_bytes)
         for server, (start, stop) in zip(emptiest_first, ranges, strict=True):
@@ -340,8 +340,9 @@ def _plan_server(runs: Sequence[DryRun], options: PlanOptions) -> ServerPlan:
     shards, share = held[most], held[most] / sum(held) if sum(held) else 0.0
     optimizer_bytes, mean = round(states[most]), means[most]
     hosts = -(-world.dp // options.ranks_per_host)
-    sent = world.tp * sum(_received_bytes(run, world.dp, hosts) for run in runs)
-    received = world.dp * sum(run.sent_bytes(unit) * _num_parts(unit, options) for run in runs for unit in run.units)
+    sent = world.cp * world.tp * sum(_received_bytes(run, world.dp, hosts) for run in runs)
+    pushed = sum(run.sent_bytes(unit) * _num_parts(unit, options) for run in runs for unit in run.units)
+    received = world.dp * world.cp * pushed
     return ServerPlan(
         weights_bytes=shards,
         optimizer_bytes=optimizer_bytes,
@@ -430,7 +431,12 @@ def assumptions(plan: Plan) -> Iterator[str]:
     yield "trainers compute on the CPU; the interpreter and libraries are not included"
     if world.tp > 1:
         yield "tp: activations are not divided; rank 0 is shown, which alone sends the gradients of whole parameters"
-    if world.tp * world.pp > 1:
+    if world.cp > 1:
+        yield (
+            "cp: a sequence of the plan is one rank's part; the keys and values of whole sequences, which one layer at "
+            "a time receives, and their transfers are not included"
+        )
+    if world.replica_size > 1:
         yield "transfers inside a replica are not part of the links' times"
     if options.same_host:
         yield "servers run on the trainers' hosts: no bytes cross a link"
@@ -479,7 +485,10 @@ def _server_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     server = plan.server
     yield "weights", format_size(server.weights_bytes)
     yield "optimizer state", format_size(server.optimizer_bytes)
-    yield f"contributions of {plan.options.world.dp} ranks", format_size(server.contributions_bytes)
+    yield (
+        f"contributions of {plan.options.world.dp * plan.options.world.cp} ranks",
+        format_size(server.contributions_bytes),
+    )
     yield "mean gradient", format_size(server.mean_bytes)
     if server.encoded_bytes:
         yield (

@@ -19,7 +19,7 @@ from shardwell.planning.plan_options import OPTIMIZER_CHOICES, DivisionOptions, 
 from shardwell.wrapping.policies import MemoryStrategy
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.model.layout import PARAMETER_ITEM_SIZES
-from shardwell_wire.model.topology import World
+from shardwell_wire.model.topology import CONTEXT_AXES, World
 
 _EPILOG = """\
 Your own model: a function that returns the model, or (model, (arguments of an example call))
@@ -59,7 +59,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
     parser.add_argument(
         "--batch", type=int, metavar="N", help="sequences per work item (default: 1, or one per micro-batch)"
     )
-    parser.add_argument("--length", type=int, default=1024, metavar="N", help="tokens per sequence (default: 1024)")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="tokens per sequence, or per part of it with --cp (default: 1024)",
+    )
     parser.add_argument("--json", action="store_true", help="print numbers (bytes, seconds) as JSON")
     _add_cluster(parser.add_argument_group("the cluster"))
     _add_division(parser.add_argument_group("tensor and pipeline parallelism", "The options of shardwell.parallel."))
@@ -68,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], 
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    for axis in ("dp", "tp", "pp"):
+    for axis in CONTEXT_AXES:
         group.add_argument(f"--{axis}", type=int, default=1, metavar="N", help=f"size of the {axis} axis (default: 1)")
     group.add_argument("--servers", dest="num_servers", type=int, metavar="N", help="shard servers (default: 1)")
     group.add_argument(
@@ -200,7 +206,7 @@ def options_of(arguments: argparse.Namespace) -> PlanOptions:
         preset = {name: getattr(memory, name) for name in known if getattr(memory, name, None) is not None}
         if not memory.unit_arguments(given):
             preset = {name: value for name, value in preset.items() if name not in memory.unit_arguments({})}
-    return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp), **{**preset, **given})
+    return PlanOptions(world=World(arguments.dp, arguments.tp, arguments.pp, cp=arguments.cp), **{**preset, **given})
 
 
 def division_options_of(arguments: argparse.Namespace) -> DivisionOptions:

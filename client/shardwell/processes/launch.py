@@ -50,7 +50,8 @@ Every option of shardwell.join has a variable, which the trainers inherit:
   SHARDWELL_GATHER_DTYPE=bfloat16 SHARDWELL_WAIT_LIMIT_S=60 shardwell launch train.py
 
 The script calls shardwell.join() without arguments. The launcher sets SHARDWELL_ADDRESS, SHARDWELL_RUN,
-SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_TP, SHARDWELL_PP, SHARDWELL_MIN_TRAINERS and LOCAL_RANK.
+SHARDWELL_TRAINER, SHARDWELL_DP, SHARDWELL_CP, SHARDWELL_TP, SHARDWELL_PP, SHARDWELL_MIN_TRAINERS and
+LOCAL_RANK.
 When a trainer dies, the other trainers continue and take over its work.
 """
 
@@ -94,6 +95,7 @@ class LaunchPlan:
             "SHARDWELL_DP": str(world.dp),
             "SHARDWELL_TP": str(world.tp),
             "SHARDWELL_PP": str(world.pp),
+            "SHARDWELL_CP": str(world.cp),
             "SHARDWELL_MIN_TRAINERS": str(min(self.num_trainers, world.size)),
         }
 
@@ -115,7 +117,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--run", metavar="NAME", help="name of the run; an existing run continues (default: the script's name)"
     )
-    parser.add_argument("--dp", type=_positive, metavar="N", help="data-parallel ranks (default: trainers / (tp * pp))")
+    parser.add_argument(
+        "--dp", type=_positive, metavar="N", help="data-parallel ranks (default: trainers / (cp * tp * pp))"
+    )
+    parser.add_argument("--cp", type=_positive, default=1, metavar="N", help="context-parallel ranks (default: 1)")
     parser.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument(
@@ -161,19 +166,21 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
         raise UsageError(f"no such script: {arguments.script}")
     if arguments.coordinator:
         check_address(arguments.coordinator)
-    dp, model_size = arguments.dp, arguments.tp * arguments.pp
+    dp, model_size = arguments.dp, arguments.cp * arguments.tp * arguments.pp
     if dp is None:
         dp, rest = divmod(arguments.num_trainers, model_size)
         if rest:
+            axes = ("tp", "pp") if arguments.cp == 1 else ("cp", "tp", "pp")
+            sizes = " x ".join(f"{axis}={getattr(arguments, axis)}" for axis in axes)
             raise UsageError(
-                f"--num-trainers {arguments.num_trainers} is not a multiple of tp={arguments.tp} x pp={arguments.pp}: "
-                f"start a multiple of {model_size}, or set --dp"
+                f"--num-trainers {arguments.num_trainers} is not a multiple of {sizes}: start a multiple of "
+                f"{model_size}, or set --dp"
             )
     return LaunchPlan(
         command=(sys.executable, arguments.script, *arguments.arguments),
         run=arguments.run or Path(arguments.script).stem,
         num_trainers=arguments.num_trainers,
-        world=World(dp=dp, tp=arguments.tp, pp=arguments.pp),
+        world=World(dp=dp, tp=arguments.tp, pp=arguments.pp, cp=arguments.cp),
         max_restarts=arguments.restart,
         gpus=_divide_gpus(arguments.gpus_per_trainer, arguments.num_trainers) if arguments.gpus_per_trainer else (),
     )

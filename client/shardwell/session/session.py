@@ -74,8 +74,9 @@ def join(
     """Joins a run as a trainer; returns when enough trainers have joined.
 
     An argument that is not passed is read from the environment variable ``SHARDWELL_`` + its name in capitals, such as
-    ``SHARDWELL_ADDRESS`` and ``SHARDWELL_RUN``; the world from ``SHARDWELL_DP``, ``SHARDWELL_TP``, ``SHARDWELL_PP`` and
-    ``SHARDWELL_ORDER``. ``shardwell launch`` sets these variables. Without them, RANK and WORLD_SIZE of torchrun count.
+    ``SHARDWELL_ADDRESS`` and ``SHARDWELL_RUN``; the world from ``SHARDWELL_DP``, ``SHARDWELL_CP``, ``SHARDWELL_TP``,
+    ``SHARDWELL_PP`` and ``SHARDWELL_ORDER``. ``shardwell launch`` sets these variables. Without them, RANK and
+    WORLD_SIZE of torchrun count.
 
     Args:
         address: The coordinator's host:port. Default: start a private local cluster that ends with this process.
@@ -110,8 +111,8 @@ def join(
         resume: Checkpoint from which to create the run, if it does not exist: ``latest`` for the newest one of this
             run in ``checkpoint_dir`` (without any, the run starts at step 0), or the path or URL of one checkpoint.
             The world and the numbers of trainers and servers may differ from those at the time of the checkpoint.
-        rewrap: Whether the model may be wrapped into other units than those of the checkpoint. With another ``tp`` or
-            ``pp`` it always may. Default: False.
+        rewrap: Whether the model may be wrapped into other units than those of the checkpoint. With another ``cp``,
+            ``tp`` or ``pp`` it always may. Default: False.
         allow_gradient_differences: Whether tensor-parallel ranks may compute different gradients of a parameter that
             all of them hold; that of rank 0 counts. Only for ranks on different hardware, or kernels that are not
             deterministic. Default: False, a difference is an error.
@@ -268,6 +269,11 @@ class Session:
     def pp_rank(self) -> int | None:
         """Coordinate of ``global_rank`` on the pipeline axis; None for a spare."""
         return self._ranks[0].pp_rank if self._ranks else None
+
+    @property
+    def cp_rank(self) -> int | None:
+        """Coordinate of ``global_rank`` on the context axis; None for a spare."""
+        return self._ranks[0].cp_rank if self._ranks else None
 
     @property
     def num_ranks(self) -> int:
@@ -460,7 +466,7 @@ class Session:
         return choose_device(self._membership, device_type, position=self.global_rank or 0, shared=shared)
 
     def device_mesh(self, device_type: str = "cpu") -> DeviceMesh:
-        """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order.
+        """Returns a mesh with the axes ``dp``, ``tp``, ``pp`` in the run's order, and ``cp`` if it is above 1.
 
         Creates the default process group of ``torch.distributed`` if there is none. The trainer of logical rank 0 hosts
         its store, at ``join(host=)`` if this is an address of its machine, or else at the address from which it reaches
@@ -479,6 +485,8 @@ class Session:
 
     def replica_mesh(self, device_type: str = "cpu", *, backend: str | None = None) -> DeviceMesh:
         """Returns a mesh of this trainer's replica, with the axes ``tp`` and ``pp`` of tensor and pipeline parallelism.
+
+        With context parallelism, the mesh has the axes ``cp``, ``tp`` and ``pp``.
 
         Creates the default process group of ``torch.distributed``, which spans the trainers of one replica: no group
         spans the world, so a lost trainer breaks its own replica only. All trainers of the replica call it. If they

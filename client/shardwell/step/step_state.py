@@ -224,7 +224,11 @@ class WorkItemState:
         return part, sorted(dropped) if dropped else []
 
     def make_headers(
-        self, context: common_pb2.RequestContext, excuse: Callable[[BaseException], bool], pp_rank: int = 0
+        self,
+        context: common_pb2.RequestContext,
+        excuse: Callable[[BaseException], bool],
+        pp_rank: int = 0,
+        cp_rank: int = 0,
     ) -> PartHeaders:
         """Returns the headers of the present attempt's pushes.
 
@@ -232,6 +236,7 @@ class WorkItemState:
             context: Has the prefix of their request ids.
             excuse: See ``PartHeaders.excuse``.
             pp_rank: Pipeline rank of the gradients.
+            cp_rank: Context-parallel rank of the gradients.
         """
         request_id, context.request_id = context.request_id, ""
         common = shard_pb2.ReduceScatterHeader(
@@ -240,6 +245,7 @@ class WorkItemState:
             attempt=self.item.attempt,
             copy=self.item.copy,
             pp_rank=pp_rank,
+            cp_rank=cp_rank,
         )
         return PartHeaders(self, common, request_id, excuse)
 

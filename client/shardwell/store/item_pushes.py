@@ -98,6 +98,7 @@ class ItemPushes:
                         membership.context(self._state.number, current.item),
                         partial(self.excuses, current, current.key),
                         membership.pp_rank,
+                        membership.cp_rank,
                     )
                 indices = []
                 for index, _ in gradients:

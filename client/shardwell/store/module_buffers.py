@@ -400,7 +400,7 @@ class RunBuffers:
 
     def _counts(self, item: WorkItemState) -> bool:
         """True if the buffers at the end of an item become the run's values, on this pipeline stage."""
-        return item.item.dp_rank == 0 and self._place.tp_rank == 0
+        return item.item.dp_rank == 0 and self._place.tp_rank == 0 and self._place.cp_rank == 0
 
     def start_item(self, step: int, item: WorkItemState) -> None:
         """Sets the buffers to the values with which all items of the step start."""

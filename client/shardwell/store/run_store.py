@@ -492,7 +492,9 @@ class RunStore:
             return self._membership.context(self._state.number, work)
 
         rank = self._membership.world.coordinates(work.global_rank)
-        units = [unit for unit in self._units.values() if unit.layout.is_updated_by(rank.tp_rank, rank.pp_rank)]
+        units = [
+            unit for unit in self._units.values() if unit.layout.is_updated_by(rank.tp_rank, rank.pp_rank, rank.cp_rank)
+        ]
         self._partition_updates.run(units, rank.dp_rank, make_context, update, cache_bytes=keep_bytes)
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class GradientGroups:
     """Forms groups from the trainers that were members of the run when this trainer joined.
 
     Args:
-        membership: The membership of this trainer. The world has ``tp = pp = 1``.
+        membership: The membership of this trainer. Each replica has one trainer.
         config: Options of the trainer.
         pushes: Pushes gradients and sums.
     """
@@ -516,7 +516,7 @@ class ItemSums:
     rank are added first.
 
     Args:
-        membership: The membership of this trainer. The world has ``tp = pp = 1``.
+        membership: The membership of this trainer. Each replica has one trainer.
         state: State of the step in flight.
         config: Options of the trainer.
         pushes: Pushes gradients and sums.
@@ -730,8 +730,7 @@ class ItemSums:
 
 
 def _can_be_summed(unit: RemoteUnit, gradients: Sequence[tuple[int, torch.Tensor]]) -> bool:
-    """True if gradients of one pipeline stage are added in their own dtype."""
+    """True if gradients of one trainer of each replica are added in their own dtype."""
     # Servers add 16-bit gradients in float32 and round once.
     has_wide = bool(gradients) and all(gradient.element_size() >= 4 for _, gradient in gradients)
-    in_one_stage = len(unit.layout.pp_ranks) == 1
-    return has_wide and in_one_stage
+    return has_wide and unit.layout.contributors_per_item == 1

@@ -191,10 +191,11 @@ class Rejoining:
         place = self._units.place
         for assignment in self._membership.rank_assignments:
             at = assignment.coordinates
-            if (at.tp_rank, at.pp_rank) != (place.tp_rank, place.pp_rank):
+            if (at.cp_rank, at.tp_rank, at.pp_rank) != (place.cp_rank, place.tp_rank, place.pp_rank):
                 raise ReplicaLostError(
-                    f"this trainer has joined the run again as tp rank {at.tp_rank} and pp rank {at.pp_rank}, but its "
-                    f"model is that of tp rank {place.tp_rank} and pp rank {place.pp_rank}: {START_AGAIN}"
+                    f"this trainer has joined the run again as cp rank {at.cp_rank}, tp rank {at.tp_rank} and pp rank "
+                    f"{at.pp_rank}, but its model is that of cp rank {place.cp_rank}, tp rank {place.tp_rank} and pp "
+                    f"rank {place.pp_rank}: {START_AGAIN}"
                 )
 
     def plain_loop_error(self) -> StepRestartedError:

@@ -137,7 +137,7 @@ def _place(membership: Membership) -> GridPlace:
     """Returns the place of a trainer's units in the grid. A spare has the place of rank 0."""
     world = membership.world
     at = next((each.coordinates for each in membership.rank_assignments), common_pb2.Coordinates())
-    return GridPlace(tp=world.tp, pp=world.pp, tp_rank=at.tp_rank, pp_rank=at.pp_rank)
+    return GridPlace(tp=world.tp, pp=world.pp, tp_rank=at.tp_rank, pp_rank=at.pp_rank, cp=world.cp, cp_rank=at.cp_rank)
 
 
 def _free_bytes(units: Units) -> int:

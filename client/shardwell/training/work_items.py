@@ -47,6 +47,8 @@ class WorkItems:
         self._units, self._buffers, self._committer = training.units, training.buffers, training.committer
         self.keeps_graphs = False
         """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
+        self.attention_calls = 0
+        """Calls of attention over whole sequences in this item. See ``ContextParallel``."""
         self.is_last = False
         """True if the process ends when the current item is finished and reported. See Note: [SIGTERM]."""
         self._item_started_s: float | None = None
@@ -75,6 +77,7 @@ class WorkItems:
         self._state.start_item(item)
         self._item_started_s = time.monotonic()
         item.scalars.clear()
+        self.attention_calls = 0
         self._units.zero_grad()
         try:
             self._buffers.start_item(self._state.number, item)
@@ -97,6 +100,18 @@ class WorkItems:
         replica = self._training.replica
         replica.require_same_item(item.item, fingerprint(batch) if replica.has_tensor_ranks else 0)
 
+    def _require_attention(self) -> None:
+        """Raises UsageError if attention saw parts of sequences only."""
+        world = self._membership.world
+        if world.cp > 1 and not self.attention_calls and self._units.have_gradients:
+            raise UsageError(
+                f"{world} has context parallelism, but this work item called no attention over whole sequences: "
+                "compute forward and backward in `with context:` of a shardwell.parallel.ContextParallel, and let "
+                "every stage of the model call torch.nn.functional.scaled_dot_product_attention (for models of "
+                "Hugging Face: attn_implementation='sdpa')"
+            )
+        self.attention_calls = 0
+
     def stop_item(self) -> None:
         """Called when the loop over ``step.batches`` ends early or raises: this trainer computes no item."""
         self._membership.end_item()
@@ -111,6 +126,7 @@ class WorkItems:
         """
         current = self._state.current
         self._training.replica.require_results()
+        self._require_attention()
         if current is not None and self._state.in_batches and (current.is_over or self._membership.lapsed):
             self._units.zero_grad()
             self._store.gradients.abandon_sums()

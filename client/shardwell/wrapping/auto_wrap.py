@@ -17,6 +17,7 @@ from shardwell.module.gradients import with_gradients
 from shardwell.module.guards import check_batch_norm, check_ignored, check_modules, check_session
 from shardwell.module.unit import Unit
 from shardwell.session.session import Session, settle
+from shardwell.wrapping.experts import experts_of
 from shardwell.wrapping.policies import (
     BlockPolicy,
     Candidates,
@@ -116,6 +117,7 @@ def auto_wrap(
     *,
     ignored_params: Collection[nn.Parameter] = (),
     memory: MemoryStrategy | MemoryOptions | None = None,
+    experts: Collection[type[nn.Module]] = (),
     **options: Any,
 ) -> Any:
     """Calls ``fully_shard`` on the modules that a policy chooses, inner modules first, and then on the model.
@@ -123,8 +125,8 @@ def auto_wrap(
     Units and parameters are named after the modules in the model. The last unit takes all remaining parameters and is
     named after the model's class, followed by ``:pp`` and the stage if the run has several pipeline stages. A module
     that shares a parameter or a submodule with a module outside it does not become a unit: its parameters belong to the
-    unit around both. Modules that are already sharded do not change. The tiles of a ``TiledLinear`` become units under
-    every policy.
+    unit around both. Modules that are already sharded do not change. The tiles of a ``TiledLinear`` and the experts of
+    ``split_experts`` become units under every policy.
 
     Args:
         model: The whole model.
@@ -134,6 +136,8 @@ def auto_wrap(
         ignored_params: Parameters that stay ordinary parameters of this process.
         memory: How much memory to save at the cost of time, such as ``MemoryStrategy.STANDARD`` or
             ``MemoryStrategy.EXTREME.options(offload_to="/scratch")``. Only for the first model of a session.
+        experts: Classes of modules that run for some inputs only. Each becomes a unit under every policy, and is
+            gathered only when it runs (``set_predicted(False)``).
         **options: Further arguments of ``fully_shard`` for every unit, such as ``strategy`` or ``mp_policy``. They take
             precedence over ``memory``.
 
@@ -150,8 +154,10 @@ def auto_wrap(
     check_batch_norm([model], session)
     _check_policy(policy)
     _check_options(options)
+    _check_experts(model, experts, is_whole=session.units.place.pp == 1)
     saving = None if memory is None else resolve(memory)
-    chosen = choose_units(model, policy, ignored_params)
+    chosen = choose_units(model, policy, ignored_params, experts)
+    on_demand = {id(module) for module in experts_of(model, experts)}
     holds_units = any(isinstance(module, ShardedModule) for module in model.modules())
     if not chosen and isinstance(policy, ModuleTypePolicy | CustomPolicy) and not holds_units:
         _warn_of_one_unit(model, policy)
@@ -162,6 +168,9 @@ def auto_wrap(
     for unit in chosen:
         prefixes = [f"{name}." for name in unit.modules]
         shard_modules(list(unit.modules.values()), session.units, name=unit.name, prefixes=prefixes, **options)
+        for module in unit.modules.values():
+            if id(module) in on_demand:
+                cast("ShardedModule", module).set_predicted(False)
     root = session.units.unused_name(session.units.place.root_name(type(model).__name__))
     shard_modules([model], session.units, name=root, prefixes=[""], **options)
     if saving is not None:
@@ -181,7 +190,24 @@ def _check_options(options: Mapping[str, object]) -> None:
     known = inspect.signature(fully_shard).parameters.keys() - {"module", "session", "name", "ignored_params"}
     for name in options:
         if name not in known:
-            raise UsageError(f"auto_wrap({name}=...): expected one of {', '.join(sorted(known))}, policy or memory")
+            raise UsageError(
+                f"auto_wrap({name}=...): expected one of {', '.join(sorted(known))}, policy, memory or experts"
+            )
+
+
+def _check_experts(model: nn.Module, experts: Collection[type[nn.Module]], *, is_whole: bool) -> None:
+    """Raises UsageError if no module is an expert. A stage of a pipeline may have none."""
+    if not (
+        isinstance(experts, Collection)
+        and all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in experts)
+    ):
+        raise UsageError(f"auto_wrap(experts={experts!r}): expected classes of modules, such as experts={{Expert}}")
+    if experts and is_whole and not experts_of(model, experts):
+        names = ", ".join(kind.__name__ for kind in experts)
+        raise UsageError(
+            f"auto_wrap(experts=...): {type(model).__name__} has no module of the class {names}; pass the class of one "
+            "expert. If one module holds the parameters of all experts, call shardwell.split_experts(model) instead"
+        )
 
 
 def _warn_of_one_unit(model: nn.Module, policy: WrapPolicy) -> None:
@@ -204,7 +230,10 @@ class ChosenUnit:
 
 
 def choose_units(
-    model: nn.Module, policy: WrapPolicy | None = None, ignored_params: Collection[nn.Parameter] = ()
+    model: nn.Module,
+    policy: WrapPolicy | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    experts: Collection[type[nn.Module]] = (),
 ) -> list[ChosenUnit]:
     """Returns the units that ``auto_wrap`` makes inside a model. Every unit comes after all units inside it.
 
@@ -219,7 +248,8 @@ def choose_units(
     grouped = {id(module) for modules in groups.values() for module in modules}
     alone = [module for module in named.values() if id(module) not in grouped and not ties.lead_outside([module])]
     chosen = {id(module) for module in policy.choose(Candidates(alone, ignored_params))}
-    chosen |= {id(module) for module in alone if isinstance(module, Tile)}
+    inner = {id(module) for module in experts_of(model, experts)}
+    chosen |= {id(module) for module in alone if isinstance(module, Tile) or id(module) in inner}
     names = {id(module): name for name, module in named.items()}
     units = [ChosenUnit(name, {names[id(part)]: part for part in modules}) for name, modules in groups.items()]
     units += [ChosenUnit(name, {name: module}) for name, module in named.items() if id(module) in chosen]

@@ -138,7 +138,10 @@ class Manifest:
             "checkpoint_id": self.checkpoint_id,
             "step": self.step,
             "created": self.created,
-            "world": {"dp": self.world.dp, "tp": self.world.tp, "pp": self.world.pp, "order": list(self.world.order)},
+            "world": {
+                **{axis: getattr(self.world, axis) for axis in self.world.axes},
+                "order": list(self.world.order),
+            },
             "seed": self.seed,
             "lineage": list(self.lineage),
             "commits": _with_finite_numbers(self.commits),

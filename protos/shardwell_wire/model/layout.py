@@ -287,6 +287,8 @@ class UnitLayout:
     by rank 0."""
     pp_ranks: tuple[int, ...] = (0,)
     """Pipeline ranks of the trainers that hold the unit, rising. Several for a parameter that stages share."""
+    cp: int = 1
+    """Number of context-parallel ranks. All of them hold the unit, and each pushes a gradient. 1 for buffers."""
     starts: tuple[int, ...] = field(init=False)
     """First byte of each parameter."""
     size_bytes: int = field(init=False)
@@ -317,6 +319,10 @@ class UnitLayout:
             raise self._invalid(f"has pp_ranks {list(self.pp_ranks)}: expected strictly rising ranks")
         if self.holds_buffers and len(self.pp_ranks) > 1:
             raise self._invalid(f"of buffers has pp_ranks {list(self.pp_ranks)}: expected one")
+        if self.cp < 1 or (self.holds_buffers and self.cp > 1):
+            raise self._invalid(
+                f"of {self.kind} has cp {self.cp}: expected {'1' if self.holds_buffers else '1 or more'}"
+            )
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
             raise self._invalid("has two parameters with the same name, or a parameter without a name")
@@ -369,33 +375,44 @@ class UnitLayout:
         """The first of ``pp_ranks``, whose trainers send the initial values."""
         return self.pp_ranks[0]
 
-    def is_updated_by(self, tp_rank: int, pp_rank: int) -> bool:
+    def is_updated_by(self, tp_rank: int, pp_rank: int, cp_rank: int = 0) -> bool:
         """True if trainers of these ranks update the unit's optimizer partitions, if the optimizer runs on trainers.
 
         Of all the trainers of a replica that hold the unit, exactly one updates it.
         """
-        return (tp_rank, pp_rank) == (self.tp_rank, self.pp_rank)
+        return (tp_rank, pp_rank, cp_rank) == (self.tp_rank, self.pp_rank, 0)
 
-    def contributor(self, dp_rank: int, pp_rank: int) -> int:
-        """Returns the number of the contribution of a data rank and pipeline rank.
+    @property
+    def contributors_per_item(self) -> int:
+        """Number of trainers of a replica that push a gradient of the unit."""
+        return self.cp * len(self.pp_ranks)
+
+    def contributor(self, dp_rank: int, pp_rank: int, cp_rank: int = 0) -> int:
+        """Returns the number of the contribution of a data rank, context-parallel rank and pipeline rank.
 
         Contributions are added in this order.
 
         Args:
-            dp_rank: The data rank. It is the number, unless the unit has several pipeline ranks.
+            dp_rank: The data rank. It is the number, unless several trainers of a replica push the unit.
             pp_rank: The pipeline rank. Ignored if the unit has only one.
+            cp_rank: The context-parallel rank.
 
         Raises:
-            InvalidRequestError: Trainers of the pipeline rank do not hold the unit.
+            InvalidRequestError: Trainers of the pipeline rank or of the context-parallel rank do not hold the unit.
         """
+        if not 0 <= cp_rank < self.cp:
+            raise InvalidRequestError(
+                f"cp_rank is {cp_rank}, but unit {self.unit!r} has {self.cp} context-parallel ranks", unit=self.unit
+            )
+        sequence_part = dp_rank * self.cp + cp_rank
         if len(self.pp_ranks) == 1:
-            return dp_rank
+            return sequence_part
         if pp_rank not in self.pp_ranks:
             raise InvalidRequestError(
                 f"pp_rank is {pp_rank}, but unit {self.unit!r} belongs to the pipeline ranks {list(self.pp_ranks)}",
                 unit=self.unit,
             )
-        return dp_rank * len(self.pp_ranks) + self.pp_ranks.index(pp_rank)
+        return sequence_part * len(self.pp_ranks) + self.pp_ranks.index(pp_rank)
 
     @cached_property
     def index_by_name(self) -> dict[str, int]:
@@ -468,6 +485,7 @@ class UnitLayout:
             kind=KIND_NUMBERS[self.kind],
             tp_rank=self.tp_rank,
             pp_ranks=self.pp_ranks,
+            cp=self.cp if self.cp > 1 else 0,
         )
 
     @classmethod
@@ -486,7 +504,9 @@ class UnitLayout:
         )
         placement = _PLACEMENT_NAMES.get(spec.placement, str(spec.placement))
         kind = _KIND_NAMES.get(spec.kind, str(spec.kind))
-        return cls(spec.name, tuple(parameters), placement, kind, spec.tp_rank, tuple(spec.pp_ranks) or (0,))
+        return cls(
+            spec.name, tuple(parameters), placement, kind, spec.tp_rank, tuple(spec.pp_ranks) or (0,), spec.cp or 1
+        )
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:

@@ -30,23 +30,27 @@ class SumOrder:
     Args:
         dp: Number of logical data ranks.
         groups: Sizes of the reduction groups, innermost first. Empty: one group.
-        num_stages: Number of pipeline stages that contribute to a rank's gradient. If these are several, the terms are
-            numbered by ``UnitLayout.contributor`` in place of ranks, and the stages of a rank are added first.
+        num_contributors: Number of trainers of a replica that contribute to a rank's gradient: pipeline stages and
+            context-parallel ranks. If these are several, the terms are numbered by ``UnitLayout.contributor`` in place
+            of ranks, and those of a rank are added first.
+        cp: Number of context-parallel ranks. Each has a part of the rank's sequences, so the mean is that of all parts.
 
     Raises:
         WorldError: The sizes do not fit ``dp``.
     """
 
-    def __init__(self, dp: int, groups: Iterable[int] = (), *, num_stages: int = 1) -> None:
+    def __init__(self, dp: int, groups: Iterable[int] = (), *, num_contributors: int = 1, cp: int = 1) -> None:
         self.dp, self.groups = dp, checked_groups(dp, groups)
+        self.divisor = dp * cp
+        """The sum divided by this number is the mean."""
         own = self.groups or (dp,)
-        self._spans = tuple(accumulate(own if num_stages == 1 else (num_stages, *own), mul))
-        """Number of terms in a group of each level. The last one is ``dp * num_stages``."""
+        self._spans = tuple(accumulate(own if num_contributors == 1 else (num_contributors, *own), mul))
+        """Number of terms in a group of each level. The last one is ``dp * num_contributors``."""
 
     @property
     def key(self) -> tuple[int, ...]:
         """Equal for orders that add, and divide by, the same."""
-        return self.dp, *self._spans
+        return self.divisor, *self._spans
 
     def groups_of(self, dp_rank: int) -> list[range]:
         """Returns the ranks of the groups that contain a rank, innermost first. The last one has all ranks."""

@@ -1,7 +1,8 @@
 """The world of a run, the partitions of its optimizer, and its consistency mode.
 
-A world is a grid ``dp x tp x pp`` of logical ranks with coordinates, groups and neighbours. ``order`` lists its axes,
-slowest first. With the default order, ``global_rank = dp_rank * (tp * pp) + tp_rank * pp + pp_rank``.
+A world is a grid ``dp x cp x tp x pp`` of logical ranks with coordinates, groups and neighbours. ``order`` lists its
+axes, slowest first. With the default order, ``global_rank = ((dp_rank * cp + cp_rank) * tp + tp_rank) * pp + pp_rank``.
+Worlds without context parallelism (``cp=1``) have the axes ``dp``, ``tp`` and ``pp`` only.
 
 A partition is the part of a unit that a data rank updates if the optimizer runs on the trainers. The consistency mode
 says when the gradients of a run's work items are applied.
@@ -20,7 +21,10 @@ from shardwell_wire.model.layout import BLOCK_BYTES, DTYPE_NAMES, ITEM_SIZES, MA
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 AXES = ("dp", "tp", "pp")
-"""The axes in the default order, slowest first."""
+"""The axes of a world without context parallelism, in the default order, slowest first."""
+
+CONTEXT_AXES = ("dp", "cp", "tp", "pp")
+"""The axes of a world with context parallelism, in the default order."""
 
 MAX_WORLD_SIZE = 1 << 16
 """Maximum number of logical ranks of a run. Coordinator and shard servers keep state for each rank."""
@@ -35,6 +39,7 @@ AXIS_NUMBERS: dict[str, common_pb2.Axis.ValueType] = {
     "dp": common_pb2.AXIS_DATA,
     "tp": common_pb2.AXIS_TENSOR,
     "pp": common_pb2.AXIS_PIPELINE,
+    "cp": common_pb2.AXIS_CONTEXT,
 }
 AXIS_NAMES: dict[int, str] = {number: name for name, number in AXIS_NUMBERS.items()}
 
@@ -47,10 +52,11 @@ class Coordinates:
     dp_rank: int
     tp_rank: int
     pp_rank: int
+    cp_rank: int = 0
 
     def along(self, axis: str) -> int:
         """Returns the rank along one axis."""
-        return {"dp": self.dp_rank, "tp": self.tp_rank, "pp": self.pp_rank}[axis]
+        return {"dp": self.dp_rank, "tp": self.tp_rank, "pp": self.pp_rank, "cp": self.cp_rank}[axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,8 @@ class World:
         dp: Size of the data axis: ranks that compute on different data with the same weights.
         tp: Size of the tensor axis: ranks that split single layers.
         pp: Size of the pipeline axis: ranks that run consecutive stages.
-        order: The axes, slowest first.
+        order: The axes, slowest first. With context parallelism, ``cp`` comes after ``dp`` if it is left out.
+        cp: Size of the context axis: ranks that compute on different parts of the same sequences.
 
     Raises:
         WorldError: A size is not positive or ``order`` is not a permutation of the axes.
@@ -71,32 +78,44 @@ class World:
     tp: int = 1
     pp: int = 1
     order: tuple[str, ...] = AXES
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", tuple(self.order))
-        for axis in AXES:
+        for axis in CONTEXT_AXES:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise WorldError(f"World({axis}={size!r}): expected an integer of at least 1", axis=axis)
-        if sorted(self.order) != sorted(AXES):
-            raise WorldError(f"World(order={self.order!r}): expected each of {AXES} once, slowest first")
+        object.__setattr__(self, "order", _order(tuple(self.order), self.cp))
+        if sorted(self.order) != sorted(self.axes):
+            raise WorldError(f"World(order={self.order!r}): expected each of {self.axes} once, slowest first")
         if self.size > MAX_WORLD_SIZE:
             raise WorldError(f"{self} has {self.size} ranks, more than the limit of {MAX_WORLD_SIZE}")
 
     @property
     def size(self) -> int:
         """Number of logical ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.replica_size
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes in the default order: with ``cp`` only if there is context parallelism."""
+        return CONTEXT_AXES if self.cp > 1 else AXES
 
     @property
     def replica_size(self) -> int:
-        """Number of logical ranks that compute one work item together: ``tp * pp``."""
-        return self.tp * self.pp
+        """Number of logical ranks that compute one work item together: ``cp * tp * pp``."""
+        return self.cp * self.tp * self.pp
+
+    @property
+    def replica_formula(self) -> str:
+        """How ``replica_size`` follows from the axes, for messages."""
+        return "cp * tp * pp" if self.cp > 1 else "tp * pp"
 
     def replica_ranks(self, dp_rank: int) -> tuple[int, ...]:
-        """Returns the logical ranks of one dp rank, ordered by tp rank and then by pp rank."""
+        """Returns the logical ranks of one dp rank, ordered by cp rank, then by tp rank and then by pp rank."""
         return tuple(
-            self.global_rank(dp_rank=dp_rank, tp_rank=tp_rank, pp_rank=pp_rank)
+            self.global_rank(dp_rank=dp_rank, cp_rank=cp_rank, tp_rank=tp_rank, pp_rank=pp_rank)
+            for cp_rank in range(self.cp)
             for tp_rank in range(self.tp)
             for pp_rank in range(self.pp)
         )
@@ -110,11 +129,17 @@ class World:
         place, rest = {}, global_rank
         for axis in reversed(self.order):
             rest, place[axis] = divmod(rest, getattr(self, axis))
-        return Coordinates(global_rank, place["dp"], place["tp"], place["pp"])
+        return Coordinates(global_rank, place["dp"], place["tp"], place["pp"], place.get("cp", 0))
 
-    def global_rank(self, *, dp_rank: int = 0, tp_rank: int = 0, pp_rank: int = 0) -> int:
+    def rank_in_replica(self, at: Coordinates) -> int:
+        """Returns the position of a logical rank in ``replica_ranks``."""
+        return (at.cp_rank * self.tp + at.tp_rank) * self.pp + at.pp_rank
+
+    def global_rank(self, *, dp_rank: int = 0, cp_rank: int = 0, tp_rank: int = 0, pp_rank: int = 0) -> int:
         """Returns the logical rank with the given coordinates. Raises WorldError if they are outside the world."""
-        place, rank = {"dp": dp_rank, "tp": tp_rank, "pp": pp_rank}, 0
+        place, rank = {"dp": dp_rank, "cp": cp_rank, "tp": tp_rank, "pp": pp_rank}, 0
+        if self.cp == 1 and cp_rank:
+            raise WorldError(f"cp_rank {cp_rank} is not in {self}: expected 0, because cp is 1")
         for axis in self.order:
             size = getattr(self, axis)
             if not 0 <= place[axis] < size:
@@ -125,9 +150,9 @@ class World:
     def group(self, global_rank: int, axis: str) -> tuple[int, ...]:
         """Returns the logical ranks whose coordinates differ from those of ``global_rank`` along ``axis`` only."""
         at = self.coordinates(global_rank)
-        place = {name: at.along(name) for name in AXES}
+        place = {name: at.along(name) for name in self.axes}
         return tuple(
-            self.global_rank(**{f"{name}_rank": index if name == axis else place[name] for name in AXES})
+            self.global_rank(**{f"{name}_rank": index if name == axis else place[name] for name in self.axes})
             for index in range(getattr(self, axis))
         )
 
@@ -140,8 +165,9 @@ class World:
         return (self.coordinates(rank) for rank in range(self.size))
 
     def __str__(self) -> str:
-        order = "" if self.order == AXES else f", order={self.order}"
-        return f"World(dp={self.dp}, tp={self.tp}, pp={self.pp}{order})"
+        order = "" if self.order == self.axes else f", order={self.order}"
+        sizes = ", ".join(f"{axis}={getattr(self, axis)}" for axis in self.axes)
+        return f"World({sizes}{order})"
 
     def check_fits(self, *, world_size: int = 0, num_layers: int = 0) -> None:
         """Checks the world against the number of launched processes and of layers.
@@ -156,7 +182,7 @@ class World:
         if world_size and world_size != self.size:
             raise WorldError(
                 f"{self} has {self.size} ranks but the launcher started {world_size} processes: start {self.size}, "
-                f"or change dp to {max(1, world_size // (self.tp * self.pp))}"
+                f"or change dp to {max(1, world_size // self.replica_size)}"
             )
         if num_layers and num_layers % self.pp:
             fitting = [stages for stages in range(1, min(num_layers, MAX_STAGES_NAMED) + 1) if num_layers % stages == 0]
@@ -166,13 +192,24 @@ class World:
             )
 
     def to_proto(self) -> common_pb2.World:
-        return common_pb2.World(dp=self.dp, tp=self.tp, pp=self.pp, order=[AXIS_NUMBERS[axis] for axis in self.order])
+        order = [AXIS_NUMBERS[axis] for axis in self.order]
+        return common_pb2.World(dp=self.dp, tp=self.tp, pp=self.pp, order=order, cp=self.cp if self.cp > 1 else 0)
 
     @classmethod
     def from_proto(cls, world: common_pb2.World) -> World:
         """Decodes a world. Raises WorldError if the world is invalid."""
         order = tuple(AXIS_NAMES.get(axis, "unspecified") for axis in world.order) or AXES
-        return cls(world.dp, world.tp, world.pp, order)
+        return cls(world.dp, world.tp, world.pp, order, world.cp or 1)
+
+
+def _order(order: tuple[str, ...], cp: int) -> tuple[str, ...]:
+    """Returns the order of a world's axes, which has ``cp`` only if there is context parallelism."""
+    if cp == 1 and "cp" in order:
+        return tuple(axis for axis in order if axis != "cp")
+    if cp > 1 and "cp" not in order and "dp" in order:
+        after = order.index("dp") + 1
+        return (*order[:after], "cp", *order[after:])
+    return order
 
 
 def check_data_ranks(dp: int) -> None:

@@ -221,6 +221,8 @@ class _AxisEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     """Tensor parallelism: ranks that split single layers."""
     AXIS_PIPELINE: _Axis.ValueType  # 3
     """Pipeline parallelism: ranks that run consecutive stages of layers."""
+    AXIS_CONTEXT: _Axis.ValueType  # 4
+    """Ranks that compute on different parts of the same sequences with the same weights."""
 
 class Axis(_Axis, metaclass=_AxisEnumTypeWrapper):
     """An axis of the world."""
@@ -233,6 +235,8 @@ AXIS_TENSOR: Axis.ValueType  # 2
 """Tensor parallelism: ranks that split single layers."""
 AXIS_PIPELINE: Axis.ValueType  # 3
 """Pipeline parallelism: ranks that run consecutive stages of layers."""
+AXIS_CONTEXT: Axis.ValueType  # 4
+"""Ranks that compute on different parts of the same sequences with the same weights."""
 global___Axis = Axis
 
 class _UnitKind:
@@ -269,15 +273,18 @@ class World(google.protobuf.message.Message):
     TP_FIELD_NUMBER: builtins.int
     PP_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    CP_FIELD_NUMBER: builtins.int
     dp: builtins.int
     """Size of the data axis. 0 is rejected."""
     tp: builtins.int
     """Size of the tensor axis. 0 is rejected."""
     pp: builtins.int
     """Size of the pipeline axis. 0 is rejected."""
+    cp: builtins.int
+    """Size of the context axis. 0 is read as 1."""
     @property
     def order(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___Axis.ValueType]:
-        """The axes, slowest first. Empty: data, tensor, pipeline."""
+        """The axes, slowest first. Empty: data, context, tensor, pipeline. The context axis may be left out if cp is 1."""
 
     def __init__(
         self,
@@ -286,8 +293,9 @@ class World(google.protobuf.message.Message):
         tp: builtins.int = ...,
         pp: builtins.int = ...,
         order: collections.abc.Iterable[global___Axis.ValueType] | None = ...,
+        cp: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dp", b"dp", "order", b"order", "pp", b"pp", "tp", b"tp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cp", b"cp", "dp", b"dp", "order", b"order", "pp", b"pp", "tp", b"tp"]) -> None: ...
 
 global___World = World
 
@@ -301,6 +309,7 @@ class Coordinates(google.protobuf.message.Message):
     DP_RANK_FIELD_NUMBER: builtins.int
     TP_RANK_FIELD_NUMBER: builtins.int
     PP_RANK_FIELD_NUMBER: builtins.int
+    CP_RANK_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """Row-major index in the order of World.order."""
     dp_rank: builtins.int
@@ -309,6 +318,8 @@ class Coordinates(google.protobuf.message.Message):
     """Rank along the tensor axis."""
     pp_rank: builtins.int
     """Rank along the pipeline axis."""
+    cp_rank: builtins.int
+    """Rank along the context axis."""
     def __init__(
         self,
         *,
@@ -316,8 +327,9 @@ class Coordinates(google.protobuf.message.Message):
         dp_rank: builtins.int = ...,
         tp_rank: builtins.int = ...,
         pp_rank: builtins.int = ...,
+        cp_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dp_rank", b"dp_rank", "global_rank", b"global_rank", "pp_rank", b"pp_rank", "tp_rank", b"tp_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cp_rank", b"cp_rank", "dp_rank", b"dp_rank", "global_rank", b"global_rank", "pp_rank", b"pp_rank", "tp_rank", b"tp_rank"]) -> None: ...
 
 global___Coordinates = Coordinates
 
@@ -427,6 +439,7 @@ class UnitSpec(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     TP_RANK_FIELD_NUMBER: builtins.int
     PP_RANKS_FIELD_NUMBER: builtins.int
+    CP_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Qualified name of the module, unique in the run. With parts: followed by "@tp" and the tensor-parallel rank."""
     placement: global___Placement.ValueType
@@ -436,6 +449,10 @@ class UnitSpec(google.protobuf.message.Message):
     tp_rank: builtins.int
     """Tensor-parallel rank whose trainers push the unit. A unit without parts is declared by the trainers of all
     tensor-parallel ranks and pushed by those of rank 0.
+    """
+    cp: builtins.int
+    """Number of context-parallel ranks of the run. The trainers of each of them push a gradient of the unit, and the mean
+    is that of all data ranks and context-parallel ranks. 0 is read as 1. Buffers have 1.
     """
     @property
     def parameters(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParameterSpec]:
@@ -456,8 +473,9 @@ class UnitSpec(google.protobuf.message.Message):
         kind: global___UnitKind.ValueType = ...,
         tp_rank: builtins.int = ...,
         pp_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        cp: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement", "pp_ranks", b"pp_ranks", "tp_rank", b"tp_rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cp", b"cp", "kind", b"kind", "name", b"name", "parameters", b"parameters", "placement", b"placement", "pp_ranks", b"pp_ranks", "tp_rank", b"tp_rank"]) -> None: ...
 
 global___UnitSpec = UnitSpec
 
@@ -660,7 +678,7 @@ global___OptimizerStep = OptimizerStep
 @typing.final
 class UnitParts(google.protobuf.message.Message):
     """Number of gradient parts that one logical rank pushed for a unit. In a RankManifest, a unit of several pipeline ranks
-    has an entry for each of them.
+    or context-parallel ranks has an entry for each of them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -668,20 +686,24 @@ class UnitParts(google.protobuf.message.Message):
     UNIT_INDEX_FIELD_NUMBER: builtins.int
     PART_COUNT_FIELD_NUMBER: builtins.int
     PP_RANK_FIELD_NUMBER: builtins.int
+    CP_RANK_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run."""
     part_count: builtins.int
     """Pushes of the unit by this work item. Units that are not listed have none."""
     pp_rank: builtins.int
     """Pipeline rank that pushed the parts. Set in RankManifest only."""
+    cp_rank: builtins.int
+    """Context-parallel rank that pushed the parts. Set in RankManifest only."""
     def __init__(
         self,
         *,
         unit_index: builtins.int = ...,
         part_count: builtins.int = ...,
         pp_rank: builtins.int = ...,
+        cp_rank: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["part_count", b"part_count", "pp_rank", b"pp_rank", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cp_rank", b"cp_rank", "part_count", b"part_count", "pp_rank", b"pp_rank", "unit_index", b"unit_index"]) -> None: ...
 
 global___UnitParts = UnitParts
 

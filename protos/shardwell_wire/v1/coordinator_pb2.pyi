@@ -1048,7 +1048,7 @@ class JoinResponse(google.protobuf.message.Message):
     """
     replica_epoch: builtins.int
     """Rises whenever the trainers of the caller's replica change, or their store is lost. What the trainers had set up
-    together, such as a process group, is then void. 0: the trainer is a spare, or the world has tp = pp = 1.
+    together, such as a process group, is then void. 0: the trainer is a spare, or replicas have one trainer.
     """
     token: builtins.str
     """The trainer's token. Rpcs in the trainer's name need it. Empty: the cluster has no key."""
@@ -2074,7 +2074,8 @@ global___PrepareGradientsResponse = PrepareGradientsResponse
 @typing.final
 class PartitionWork(google.protobuf.message.Message):
     """The lease on the optimizer partitions of one logical rank in one step: those of its data rank, in the units that it
-    updates. A unit is updated by the tensor-parallel rank UnitSpec.tp_rank and the first of UnitSpec.pp_ranks.
+    updates. A unit is updated by context-parallel rank 0, the tensor-parallel rank UnitSpec.tp_rank and the first of
+    UnitSpec.pp_ranks.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -3519,7 +3520,7 @@ class ReplicaSummary(google.protobuf.message.Message):
 
     @property
     def trainers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The trainers, ordered by tp rank and then by pp rank. Also those that are gone."""
+        """The trainers, ordered by cp rank, tp rank and pp rank. Also those that are gone."""
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -3569,7 +3570,7 @@ class DescribeWorldResponse(google.protobuf.message.Message):
     @property
     def replicas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReplicaSummary]:
         """The replicas, in the order of their first dp rank. Empty: no run that has started was described, or replicas have
-        one trainer (tp = pp = 1).
+        one trainer.
         """
 
     @property
@@ -3791,7 +3792,7 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     """
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
-        """The grid of logical ranks. Each combination of tp and pp rank has its own units."""
+        """The grid of logical ranks. Each combination of tp and pp rank has its own units. Context-parallel ranks share theirs."""
 
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnitWeights]:

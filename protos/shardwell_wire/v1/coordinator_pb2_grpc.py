@@ -421,7 +421,7 @@ class CoordinatorServiceServicer(object):
 
     def StoreSet(self, request, context):
         """Trainer: sets a value in the key-value store of its replica, in which the trainers of the replica meet to form a
-        process group. Only worlds with tp * pp above 1 have stores. A store ends when its replica's epoch rises. It is lost
+        process group. Only worlds with cp * tp * pp above 1 have stores. A store ends when its replica's epoch rises. It is lost
         when the coordinator restarts. The replica then gets a new epoch when a trainer sets, gets, adds or deletes a key.
 
         The agents of torchrun use stores of their own, one per rendezvous. They need no run. The store of a

@@ -756,6 +756,7 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     COPY_FIELD_NUMBER: builtins.int
     SUMMED_FIELD_NUMBER: builtins.int
     PP_RANK_FIELD_NUMBER: builtins.int
+    CP_RANK_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     dp_rank: builtins.int
@@ -780,6 +781,8 @@ class ReduceScatterHeader(google.protobuf.message.Message):
     """Pipeline rank of the trainer, one of UnitSpec.pp_ranks if these are several. The parts of each pipeline rank are
     numbered by themselves.
     """
+    cp_rank: builtins.int
+    """Context-parallel rank of the trainer, below UnitSpec.cp. The parts of each rank are numbered by themselves."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, step, request id, and epoch of the lease on the logical rank."""
@@ -818,9 +821,10 @@ class ReduceScatterHeader(google.protobuf.message.Message):
         copy: builtins.bool = ...,
         summed: collections.abc.Iterable[global___SummedRank] | None = ...,
         pp_rank: builtins.int = ...,
+        cp_rank: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "pp_rank", b"pp_rank", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "summed", b"summed", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "context", b"context", "copy", b"copy", "cp_rank", b"cp_rank", "dp_rank", b"dp_rank", "dropped_indices", b"dropped_indices", "parameter_indices", b"parameter_indices", "part", b"part", "pp_rank", b"pp_rank", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "summed", b"summed", "unit", b"unit", "wire_dtype", b"wire_dtype"]) -> None: ...
 
 global___ReduceScatterHeader = ReduceScatterHeader
 
@@ -2983,8 +2987,8 @@ class ReplicatedContribution(google.protobuf.message.Message):
     CONTRIBUTOR_FIELD_NUMBER: builtins.int
     PARAMETER_INDICES_FIELD_NUMBER: builtins.int
     contributor: builtins.int
-    """Number of the contributor: the data rank, times the number of UnitSpec.pp_ranks, plus the position of the pipeline
-    rank among them.
+    """Number of the contributor: the data rank, times UnitSpec.cp, plus the context-parallel rank; this times the number of
+    UnitSpec.pp_ranks, plus the position of the pipeline rank among them.
     """
     @property
     def parameter_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -268,8 +268,8 @@ def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManife
             dp_rank=item.dp_rank,
             attempt=item.attempt,
             units=[
-                common_pb2.UnitParts(unit_index=unit, part_count=count, pp_rank=pp_rank)
-                for (unit, pp_rank), count in sorted(item.parts(run.settings.world).items())
+                common_pb2.UnitParts(unit_index=unit, part_count=count, pp_rank=pp_rank, cp_rank=cp_rank)
+                for (unit, cp_rank, pp_rank), count in sorted(item.parts(run.settings.world).items())
                 if unit in owned
             ],
         )
@@ -466,7 +466,7 @@ class Committer:
             grad_norm=prepared.grad_norm,
             other_norms=tuple((norm.kind.norm_type, norm.kind.bound, norm.value) for norm in prepared.other_norms),
             skipped=step.skipped,
-            means=json.dumps(means) if (means := mean_scalars(step.items)) else "",
+            means=json.dumps(means) if (means := mean_scalars(step.items, run.settings.world)) else "",
             **_asynchronous_facts(run, step),
         )
         layouts, changed = run.units.layouts, prepared.changed_buffers

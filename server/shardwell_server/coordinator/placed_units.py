@@ -437,6 +437,8 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
     )
     stages, others = _stages(declared), _stages(layout)
     require_same(stages, others, f"by pipeline {stages}, now by {others}", advice)
+    how = f"with cp={declared.cp}, now with cp={layout.cp}"
+    require_same(declared.cp, layout.cp, how, "every trainer must pass the same world to join")
     how = f"for tensor-parallel rank {declared.tp_rank}, now for rank {layout.tp_rank}"
     require_same(declared.tp_rank, layout.tp_rank, how, "give the unit another name")
     for expected, got in zip(declared.parameters, layout.parameters, strict=False):

@@ -465,4 +465,9 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
             f"{run.settings.world} does not have",
             unit=layout.unit,
         )
+    if layout.cp != (1 if layout.holds_buffers else run.settings.world.cp):
+        raise InvalidRequestError(
+            f"unit {layout.unit!r} of {layout.kind} has cp={layout.cp}, but the run has {run.settings.world}",
+            unit=layout.unit,
+        )
     run.units.require_new_tensors(layout)

@@ -245,7 +245,7 @@ class Run:
         """Returns the trainer that sends a unit's initial values. Chooses another one only if the former one is gone.
 
         The initializer is the trainer that computes the unit in dp rank 0's work item, or else the live trainer that
-        owns the lowest rank with the same tp rank and pp rank.
+        owns the lowest rank with the same cp, tp and pp rank.
         """
         live, former = self.members.live, self.initializer_of(layout)
         if former is None or former.trainer not in live:

@@ -139,7 +139,7 @@ class Restore:
     passed_over: tuple[str, ...] = ()
     """Folders of newer checkpoints that are damaged, with the reason."""
     rewrap: bool = False
-    """True if the run's units may differ from those of the checkpoint, also with the same tp and pp."""
+    """True if the run's units may differ from those of the checkpoint, also with the same cp, tp and pp."""
 
     @property
     def is_rollback(self) -> bool:

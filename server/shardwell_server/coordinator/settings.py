@@ -91,10 +91,10 @@ class RunSettings:
         if min_trainers % world.replica_size:
             raise WorldError(
                 f"min_trainers={min_trainers}: {world} needs a multiple of {world.replica_size} trainers, because "
-                f"tp * pp = {world.replica_size} of them compute one dp rank together"
+                f"{world.replica_formula} = {world.replica_size} of them compute one dp rank together"
             )
         ranks_per_trainer = -(-world.size // min_trainers)
-        group_members = ranks_per_trainer * (world.dp + world.tp + world.pp)
+        group_members = ranks_per_trainer * (world.dp + world.cp + world.tp + world.pp)
         if group_members > MAX_GROUP_MEMBERS:
             raise WorldError(
                 f"{world} with min_trainers={min_trainers} gives one trainer {ranks_per_trainer} ranks "
@@ -143,7 +143,7 @@ class RunSettings:
 def _check_asynchronous(consistency: Consistency, world: World, config: coordinator_pb2.RunConfig) -> None:
     """Raises InvalidRequestError if a run has a setting that only synchronous runs can have."""
     for reason, what in (
-        (world.replica_size > 1, f"{world}, but needs tp=1 and pp=1"),
+        (world.replica_size > 1, f"{world}, but needs cp=1, tp=1 and pp=1"),
         (
             config.reduction_groups,
             f"reduction_groups={tuple(config.reduction_groups)}, but the gradient of each rank is applied by itself",

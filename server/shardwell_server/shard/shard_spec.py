@@ -68,24 +68,25 @@ class ShardSpec:
 
     @property
     def max_contributions(self) -> int:
-        """Number of contributions in one step: one per data rank and pipeline rank."""
-        return self.dp * len(self.layout.pp_ranks)
+        """Number of contributions in one step: one per data rank, context-parallel rank and pipeline rank."""
+        return self.dp * self.layout.contributors_per_item
 
     def contributors_of(self, dp_rank: int) -> range:
-        """Returns the numbers of a data rank's contributors: one for each pipeline rank that holds the unit."""
-        count = len(self.layout.pp_ranks)
+        """Returns the numbers of a data rank's contributors: the trainers of a replica that push the unit."""
+        count = self.layout.contributors_per_item
         return range(dp_rank * count, (dp_rank + 1) * count)
 
     def dp_rank_of(self, contributor: int) -> int:
         """Returns the data rank of a contributor."""
-        return contributor // len(self.layout.pp_ranks)
+        return contributor // self.layout.contributors_per_item
 
     def name_of(self, contributor: int) -> str:
         """Names a contributor in errors."""
-        dp_rank, stage = divmod(contributor, len(self.layout.pp_ranks))
-        if len(self.layout.pp_ranks) == 1:
-            return f"rank {dp_rank}"
-        return f"rank {dp_rank}, pipeline rank {self.layout.pp_ranks[stage]}"
+        dp_rank, place = divmod(contributor, self.layout.contributors_per_item)
+        cp_rank, stage = divmod(place, len(self.layout.pp_ranks))
+        context = f", context-parallel rank {cp_rank}" if self.layout.cp > 1 else ""
+        pipeline = f", pipeline rank {self.layout.pp_ranks[stage]}" if len(self.layout.pp_ranks) > 1 else ""
+        return f"rank {dp_rank}{context}{pipeline}"
 
     @property
     def held_versions(self) -> int:

@@ -38,6 +38,12 @@ def test_replica_lists_trainers_by_tp_rank_and_then_pp_rank_in_every_order(order
     assert sorted(rank for ranks in ranks_of_items(world) for rank in ranks) == list(range(12))
 
 
+def test_replica_lists_trainers_by_context_rank_first() -> None:
+    world = World(dp=2, cp=2, pp=2, order=("pp", "dp", "tp"))
+    assigned = {at.global_rank: f"{at.dp_rank}{at.cp_rank}{at.pp_rank}" for at in world}
+    assert replicas_of(world, assigned) == [tuple(f"{dp}{cp}{pp}" for cp in "01" for pp in "01") for dp in "01"]
+
+
 def test_replica_is_complete_if_all_its_trainers_are_present() -> None:
     assert complete_replicas(replicas("ab", "cd", "ab"), {"a", "b", "c"}) == replicas("ab")
     assert complete_replicas(replicas("ab", "cd"), {"a", "b", "c", "d"}) == replicas("ab", "cd")

@@ -1,9 +1,10 @@
-"""Work items of worlds with tp * pp > 1: a replica computes them together, and is the unit of failure."""
+"""Work items of worlds with cp * tp * pp > 1: a replica computes them together, and is the unit of failure."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from shardwell_wire.v1 import coordinator_pb2
 from tests.support.coordinator import Harness, Trainer, config, finished_item, unit
 from tests.unit.coordinator_ranks.test_connections import keep
 
-WORLDS = [World(dp=2, tp=2), World(dp=2, pp=2), World(dp=2, tp=2, pp=2), World(dp=4, pp=2)]
+WORLDS = [
+    World(dp=2, tp=2),
+    World(dp=2, pp=2),
+    World(dp=2, tp=2, pp=2),
+    World(dp=4, pp=2),
+    World(dp=2, cp=2),
+    World(dp=2, cp=2, pp=2),
+]
 WORLD = World(dp=2, tp=2)
 NAMES = "abcdefgh"
 
@@ -168,7 +176,7 @@ async def test_waiting_replica_takes_over_the_item_of_a_broken_one(
     for helper, at in zip(helpers, answers, strict=True):
         ((rank, _),) = at.items()
         own = world.coordinates(helper.ranks[0])
-        assert world.coordinates(rank) == type(own)(rank, 0, own.tp_rank, own.pp_rank)
+        assert world.coordinates(rank) == replace(own, global_rank=rank, dp_rank=0)
         assert helper.items[rank].replica_epoch == helper.joined.replica_epoch, "their own replica's"
     for shard in cluster.shards.values():
         assert shard.runs["r"].attempts[0] == 1, "parts of the former attempt are dropped, of all members"

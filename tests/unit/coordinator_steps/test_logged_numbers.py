@@ -12,6 +12,7 @@ from shardwell_server.coordinator.steps.reports import mean_scalars
 from shardwell_server.coordinator.steps.step import ItemReport
 from shardwell_wire.errors import InvalidRequestError
 from shardwell_wire.model.names import check_scalars
+from shardwell_wire.model.topology import World
 
 
 def items(*logged: Mapping[int, Mapping[str, float]]) -> Any:
@@ -28,14 +29,22 @@ def items(*logged: Mapping[int, Mapping[str, float]]) -> Any:
 
 def test_values_are_added_in_rank_order() -> None:
     values = [1e16, 1.0, -1e16]
-    found = mean_scalars(dict(reversed(items(*({rank: {"loss": value}} for rank, value in enumerate(values))).items())))
+    logged = items(*({rank: {"loss": value}} for rank, value in enumerate(values)))
+    found = mean_scalars(dict(reversed(logged.items())), World(dp=3))
     assert found == {"loss": (1e16 + 1.0 + -1e16) / 3} and found["loss"] != ((-1e16 + 1e16) + 1.0) / 3
 
 
 def test_lowest_rank_of_a_replica_that_logged_a_name_counts() -> None:
     replica = {3: {"loss": 5.0, "late": 1.0}, 2: {"loss": 4.0}, 1: {}}
-    assert mean_scalars(items({0: {"loss": 2.0}}, replica)) == {"late": 1.0, "loss": 3.0}
-    assert mean_scalars(items({0: {}}, {1: {}})) == {}
+    assert mean_scalars(items({0: {"loss": 2.0}}, replica), World(dp=2, pp=2)) == {"late": 1.0, "loss": 3.0}
+    assert mean_scalars(items({0: {}}, {1: {}}), World(dp=2)) == {}
+
+
+def test_every_context_parallel_rank_counts() -> None:
+    logged = items(
+        {0: {"loss": 1.0}, 1: {"loss": 9.0}, 2: {}, 3: {"loss": 2.0}}, {4: {"loss": 3.0}, 5: {}, 6: {"loss": 4.0}}
+    )
+    assert mean_scalars(logged, World(dp=2, cp=2, pp=2)) == {"loss": (1.0 + 2.0 + 3.0 + 4.0) / 4}
 
 
 def test_names_and_numbers_of_names_are_limited() -> None:

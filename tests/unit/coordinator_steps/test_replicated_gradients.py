@@ -97,6 +97,22 @@ async def test_equal_gradients_are_no_event_and_stages_are_not_compared(cluster:
     assert differences(cluster) == []
 
 
+async def test_context_parallel_ranks_are_not_compared_with_each_other(cluster: Harness) -> None:
+    """Each of them has the gradient of its part of the sequences."""
+    world = World(cp=2, tp=2)
+    trainers = await cluster.team(*"abcd", world=world)
+    await cluster.publish_unit(trainers, "u", *SHAPES)
+    for trainer in sorted(trainers, key=lambda trainer: trainer.ranks[0])[:3]:
+        await trainer.finish(0, report(trainer, {0: world.coordinates(trainer.ranks[0]).cp_rank}))
+    assert differences(cluster) == []
+    (last,) = (trainer for trainer in trainers if trainer.ranks == [3])
+    with pytest.raises(ConflictError, match="different gradients"):
+        await last.finish(0, report(last, {0: 5}))
+    (message,) = differences(cluster)
+    assert "of dp rank 0, context-parallel rank 1, pipeline rank 0, computed different" in message
+    assert "'u.0': rank 3 (trainer" in message and "and rank 2 (trainer" in message
+
+
 @pytest.mark.parametrize("values", [{0: 5}, {}], ids=["other", "none"])
 async def test_allowed_differences_are_one_event_per_unit(cluster: Harness, values: dict[int, int]) -> None:
     """A gradient that one rank lacks differs, too."""

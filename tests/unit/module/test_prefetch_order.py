@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, UsageOrder
+from shardwell.module.residency import MAX_UNITS_AHEAD, Phase, UnitSettings, UsageOrder
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 
 class FakeUnit:
-    """A unit with an index only."""
+    """A unit with an index and settings only."""
 
     def __init__(self, index: int) -> None:
-        self.index = index
+        self.index, self.settings = index, UnitSettings()
 
 
 def observe(order: UsageOrder, events: list[tuple[FakeUnit, Phase]]) -> list[list[int]]:

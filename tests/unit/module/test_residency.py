@@ -62,6 +62,37 @@ def test_prefetch_stays_within_its_bytes() -> None:
         assert prefetched(policy, units[0]) == []
 
 
+def test_units_that_are_not_predicted_do_not_change_the_prediction_of_others() -> None:
+    """Whichever experts run in the first layer, the second layer comes next, and no expert is gathered ahead."""
+    policy, units = make(2, prefetch_bytes=1 << 30)
+    memory = VectorMemory()
+    experts = [FakeUnit(index, memory) for index in range(2, 6)]
+    for expert in experts:
+        expert.settings.predicted = False
+    for expert in experts:
+        policy.order.observe(units[0], Phase.FORWARD)
+        assert not policy.order.observe(expert, Phase.FORWARD)
+        assert list(policy.order.upcoming()) == [units[1]]
+        policy.order.observe(units[1], Phase.FORWARD)
+        policy.order.observe(units[1], Phase.BACKWARD)
+        assert not policy.order.observe(expert, Phase.BACKWARD)
+        assert list(policy.order.upcoming()) == [units[0]]
+        policy.order.observe(units[0], Phase.BACKWARD)
+    assert policy.order.forward == [0, 1]
+
+
+@pytest.mark.parametrize(("keep_bytes", "expected"), [(None, 2), (SIZE, 3)])
+def test_room_ahead_counts_gathers_and_kept_units_of_the_window(keep_bytes: int | None, expected: int) -> None:
+    policy, units = make(6, prefetch_bytes=3 * SIZE, keep_bytes=keep_bytes)
+    units[0].enter(UnitState.UNSHARDED)
+    units[0].enter(UnitState.KEPT)
+    gathered = 0
+    while policy.has_room_ahead(units[1 + gathered]):
+        units[1 + gathered].enter(UnitState.FETCHING)
+        gathered += 1
+    assert gathered == expected
+
+
 def begin_use(policy: ResidencyPolicy[FakeUnit], unit: FakeUnit, phase: Phase) -> list[int]:
     """Begins a use as the caller of the policy does; returns the indices of the units that are gathered."""
     gathered = []

@@ -106,6 +106,30 @@ def test_gradients_of_two_stages_are_added_even_with_one_data_rank() -> None:
     assert plan.server.mean_bytes == 4 * VOCABULARY * WIDTH
 
 
+def test_context_parallel_ranks_push_and_gather_each() -> None:
+    """A plan with the same example call: a rank's part is then as long as a whole sequence of the other plan."""
+    make = partial(make_gpt, tied=True)
+    one, two = planned(World(dp=2, pp=2), make), planned(World(dp=2, pp=2, cp=2), make)
+    assert two.trainers == one.trainers and two.model_bytes == one.model_bytes
+    assert (two.server.weights_bytes, two.server.mean_bytes) == (one.server.weights_bytes, one.server.mean_bytes)
+    assert two.server.contributions_bytes == 2 * one.server.contributions_bytes
+    assert two.server.received_bytes == 2 * one.server.received_bytes
+    assert two.server.sent_bytes == 2 * one.server.sent_bytes
+    assert planned(World(cp=2), make).server.mean_bytes == one.model_bytes, "even with one data rank"
+
+
+def test_command_plans_context_parallel_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", f"{HERE}:make_gpt", "--dp", "2", "--cp", "2"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "4 trainers as World(dp=2, cp=2, tp=1, pp=1)" in text and "contributions of 4 ranks" in text
+    assert "cp: a sequence of the plan is one rank's part" in text
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["world"]["cp"] == 2
+    assert found["server"]["received_bytes"] == 4 * found["trainers"][0]["sent_bytes"]
+
+
 def test_description_has_layers_styles_and_bytes() -> None:
     plan = planned(World(dp=2, tp=2, pp=2), num_micro_batches=4, batch=8)
     model = plan.division.description

@@ -39,6 +39,11 @@ def test_options_are_read_from_the_environment() -> None:
     assert config.transfers.host_cache_bytes == 4096
 
 
+def test_context_axis_is_read_from_the_environment() -> None:
+    config = JoinConfig.from_env({}, ENVIRONMENT | {"SHARDWELL_CP": "2", "SHARDWELL_WORLD_SIZE": "16"})
+    assert config.world == World(dp=4, pp=2, cp=2, order=("pp", "dp", "cp", "tp"))
+
+
 def test_explicit_arguments_override_the_environment() -> None:
     config = JoinConfig.from_env({"run": "other", "world": World(dp=2), "seed": 0, "trainer": None}, ENVIRONMENT)
     assert (config.run, config.world, config.seed, config.trainer) == ("other", World(dp=2), 0, "t3")
@@ -96,6 +101,12 @@ def test_every_field_of_the_option_groups_has_a_variable() -> None:
 def test_invalid_variable_is_named(variable: str, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         JoinConfig.from_env({}, {variable: text})
+
+
+def test_error_feedback_of_context_parallel_ranks_is_rejected() -> None:
+    transfers = TransferOptions(push_dtype="int8", push_error_feedback=True)
+    with pytest.raises(UsageError, match=r"push_error_feedback=True needs a world with cp=1, got World\(dp=2, cp=2"):
+        JoinConfig.from_env({"transfers": transfers, "world": World(dp=2, cp=2)}, {})
 
 
 def test_error_feedback_without_rounding_is_rejected() -> None:

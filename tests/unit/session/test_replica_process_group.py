@@ -70,6 +70,7 @@ class FakeMembership:
     """A member of the first of two replicas, which computes a work item."""
 
     world, trainer, computes_item = World(dp=2, tp=2), "a", True
+    cp_rank = pp_rank = 0
 
     def __init__(self) -> None:
         self.replica_epoch = ReplicaEpoch()
@@ -229,7 +230,7 @@ def test_nccl_leaves_failed_collectives_to_the_trainer(
     found = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.append(os.environ.get(name)))
     monkeypatch.setattr(process_group, "DeviceMesh", lambda *_, **__: None)
-    ReplicaProcessGroup("nccl", "cuda", HashStore(), rank=0, shape=(1, 2), timeout_s=1.0)
+    ReplicaProcessGroup("nccl", "cuda", HashStore(), rank=0, shape={"tp": 1, "pp": 2}, timeout_s=1.0)
     assert found == [expected]
 
 

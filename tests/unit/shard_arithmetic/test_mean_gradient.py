@@ -116,7 +116,16 @@ class Split:
 
 @pytest.mark.parametrize("in_file", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("order", [SumOrder(2), SumOrder(3), SumOrder(4, (2, 2)), SumOrder(3, num_stages=2)])
+@pytest.mark.parametrize(
+    "order",
+    [
+        SumOrder(2),
+        SumOrder(3),
+        SumOrder(4, (2, 2)),
+        SumOrder(3, num_contributors=2),
+        SumOrder(2, num_contributors=3, cp=3),
+    ],
+)
 def test_small_shards_that_are_reduced_together_get_the_same_bits(
     order: SumOrder, dtype: str, in_file: bool, memory: Memory
 ) -> None:

@@ -113,3 +113,15 @@ def test_unknown_placement_is_rejected() -> None:
 )
 def test_one_trainer_of_a_replica_updates_a_unit(layout: UnitLayout, expected: tuple[int, int]) -> None:
     assert [at for at in itertools.product(range(2), range(4)) if layout.is_updated_by(*at)] == [expected]
+
+
+def test_contributors_are_numbered_by_data_context_and_pipeline_rank() -> None:
+    layout = UnitLayout("tied", (Parameter("w", (2,), "float32"),), pp_ranks=(0, 3), cp=2)
+    places = list(itertools.product(range(2), range(2), (0, 3)))
+    assert [layout.contributor(dp, pp, cp) for dp, cp, pp in places] == list(range(8))
+    assert layout.contributors_per_item == 4 and UnitLayout.from_proto(layout.to_proto()) == layout
+    assert [at for at in itertools.product((0, 3), range(2)) if layout.is_updated_by(0, *at)] == [(0, 0)]
+    with pytest.raises(InvalidRequestError, match="cp_rank is 2, but unit 'tied' has 2"):
+        layout.contributor(0, 0, 2)
+    with pytest.raises(InvalidRequestError, match="of buffers has cp 2"):
+        UnitLayout("statistics", (Parameter("w", (2,), "float32"),), kind="buffers", cp=2)

@@ -190,3 +190,12 @@ def test_record_of_a_shard_keeps_the_groups() -> None:
     )
     description = shard_record.ShardDescription(spec=spec, version=0, values="v", files={})
     assert shard_record.decode(description.encode(shard_record.encode_spec(spec))).spec == spec
+
+
+def test_mean_over_context_parallel_ranks_divides_by_all_parts_of_sequences() -> None:
+    order, terms = SumOrder(2, num_contributors=4, cp=2), gradients(8, numel=5)
+    out = torch.empty(5)
+    reduced = reduce_shard([list(enumerate(terms))], order, [out], [0], buffer=None)
+    expected = (((terms[0] + terms[1]) + terms[2]) + terms[3]) + (((terms[4] + terms[5]) + terms[6]) + terms[7])
+    assert reduced.gradients[0] is not None and torch.equal(reduced.gradients[0], expected / 4)
+    assert order.key != SumOrder(2, num_contributors=4).key

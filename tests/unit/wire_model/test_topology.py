@@ -5,7 +5,7 @@ from itertools import permutations, product
 import pytest
 
 from shardwell_wire.errors import WorldError
-from shardwell_wire.model.topology import AXES, MAX_WORLD_SIZE, Coordinates, World, check_data_ranks
+from shardwell_wire.model.topology import AXES, CONTEXT_AXES, MAX_WORLD_SIZE, Coordinates, World, check_data_ranks
 
 ALL_WORLDS = [World(dp, tp, pp, order) for dp, tp, pp in product((1, 2, 3), repeat=3) for order in permutations(AXES)]
 
@@ -33,6 +33,29 @@ def test_mapping_is_a_bijection_and_groups_partition(world: World) -> None:
 
 def test_last_axis_of_the_order_varies_fastest() -> None:
     assert World(2, 2, 2, ("pp", "tp", "dp")).coordinates(1) == Coordinates(1, dp_rank=1, tp_rank=0, pp_rank=0)
+
+
+@pytest.mark.parametrize("order", [AXES, CONTEXT_AXES, ("cp", "pp", "dp", "tp")], ids=str)
+def test_context_ranks_are_between_data_and_tensor_ranks(order: tuple[str, ...]) -> None:
+    world = World(2, 2, 3, order, cp=2)
+    assert world.size == 24 and world.replica_size == 12 and set(world.order) == set(CONTEXT_AXES)
+    places = [(at.dp_rank, at.cp_rank, at.tp_rank, at.pp_rank) for at in world]
+    assert sorted(places) == list(product(range(2), range(2), range(2), range(3)))
+    assert (places == sorted(places)) == (order != ("cp", "pp", "dp", "tp"))
+    ranks = world.replica_ranks(1)
+    assert [world.rank_in_replica(world.coordinates(rank)) for rank in ranks] == list(range(12))
+    assert [len(world.group(0, axis)) for axis in CONTEXT_AXES] == [2, 2, 2, 3]
+    assert World.from_proto(world.to_proto()) == world
+
+
+def test_world_without_context_ranks_is_as_before() -> None:
+    world = World(2, 2, 2, CONTEXT_AXES)
+    assert world == World(2, 2, 2) and world.axes == AXES and str(world) == "World(dp=2, tp=2, pp=2)"
+    assert str(World(cp=2)) == "World(dp=1, cp=2, tp=1, pp=1)"
+    with pytest.raises(WorldError, match="cp is 1"):
+        world.global_rank(cp_rank=1)
+    with pytest.raises(WorldError, match=r"World\(cp=0\)"):
+        World(cp=0)
 
 
 def test_stage_neighbours_are_adjacent_stages() -> None:

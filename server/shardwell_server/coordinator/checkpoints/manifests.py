@@ -237,14 +237,14 @@ def require_same_run(manifest: Manifest, run: str, settings: RunSettings, where:
 
 
 def has_units_of(manifest: Manifest, world: World, layouts: Iterable[UnitLayout]) -> bool:
-    """True if a run has the checkpoint's units: tp and pp are equal, and no unit of the run has its tensors otherwise.
+    """True if a run has the checkpoint's units: cp, tp, pp are equal, and no unit of the run has its tensors otherwise.
 
     Args:
         manifest: The checkpoint.
         world: The run's world.
         layouts: The units that the run has already.
     """
-    if (manifest.world.tp, manifest.world.pp) != (world.tp, world.pp):
+    if (manifest.world.cp, manifest.world.tp, manifest.world.pp) != (world.cp, world.tp, world.pp):
         return False
     stored = {unit.unit: unit for unit in manifest.units}
     names = {name for unit in manifest.units for name in unit.index_by_name}

@@ -1,7 +1,7 @@
 """Loads runs from checkpoints: new runs that continue from one, and runs that lost shards and go back to one.
 
 Note: [Resuming in another grid]
-    A run with other tensor or pipeline parallelism than its checkpoint has other units, which are known only when
+    A run with another cp, tp or pp than its checkpoint has other units, which are known only when
     trainers declare them. So has a run whose model is wrapped differently, which its first trainer announces with
     ``JoinRequest.rewrap``. Loading such a run therefore loads commit records and tracked state, but no unit. It stores
     the checkpoint as ``RunCheckpoints.source``. When a trainer declares a unit, the unit is placed as in a new run, but

@@ -15,7 +15,7 @@ from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.steps.step import Step, WorkState
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
 from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError, VersionGoneError
-from shardwell_wire.model.topology import AXES, AXIS_NUMBERS, Coordinates, World
+from shardwell_wire.model.topology import AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 MAX_LISTED_GROUP_MEMBERS = 1 << 20
@@ -43,17 +43,22 @@ class RankDescriber:
         previous_stage, next_stage = self._world.stage_neighbours(global_rank)
         return coordinator_pb2.RankAssignment(
             coordinates=common_pb2.Coordinates(
-                global_rank=at.global_rank, dp_rank=at.dp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank
+                global_rank=at.global_rank,
+                dp_rank=at.dp_rank,
+                tp_rank=at.tp_rank,
+                pp_rank=at.pp_rank,
+                cp_rank=at.cp_rank,
             ),
             groups=[
-                coordinator_pb2.RankGroup(axis=AXIS_NUMBERS[axis], global_ranks=self._group(at, axis)) for axis in AXES
+                coordinator_pb2.RankGroup(axis=AXIS_NUMBERS[axis], global_ranks=self._group(at, axis))
+                for axis in self._world.axes
             ],
             previous_stage=previous_stage,
             next_stage=next_stage,
         )
 
     def _group(self, at: Coordinates, axis: str) -> tuple[int, ...]:
-        coordinates = {f"{name}_rank": 0 if name == axis else at.along(name) for name in AXES}
+        coordinates = {f"{name}_rank": 0 if name == axis else at.along(name) for name in self._world.axes}
         key = (axis, self._world.global_rank(**coordinates))
         if key not in self._groups:
             self._groups[key] = self._world.group(at.global_rank, axis)
@@ -66,7 +71,7 @@ def describe_world(world: World, run: Run | None) -> coordinator_pb2.DescribeWor
     Raises:
         InvalidRequestError: The world is too large for one response.
     """
-    if world.size * (world.dp + world.tp + world.pp) > MAX_LISTED_GROUP_MEMBERS:
+    if world.size * (world.dp + world.cp + world.tp + world.pp) > MAX_LISTED_GROUP_MEMBERS:
         raise InvalidRequestError(f"{world} is too large to be listed: {world.size} ranks with their groups")
     describer, rank_assignments = RankDescriber(world), []
     for rank in range(world.size):

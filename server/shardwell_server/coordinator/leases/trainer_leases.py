@@ -177,9 +177,9 @@ class TrainerLeases:
     async def wait_for_start(self, run: Run, member: Member, wait_s: float) -> bool:
         """Waits until the run has started and the member has the vacant items of its own ranks.
 
-        With tp * pp > 1, a spare also waits until a rank is free: it must know its coordinates to build its model. The
-        owner of a rank waits until its replica is complete, because an incomplete replica cannot compute, unless the
-        run has ended.
+        With several trainers per replica, a spare also waits until a rank is free: it must know its coordinates to
+        build its model. The owner of a rank waits until its replica is complete, because an incomplete replica cannot
+        compute, unless the run has ended.
 
         A member that other trainers need not wait for gets items only when it asks for work. See ``Member.behind``.
 

@@ -5,13 +5,13 @@ assign all ranks when a run starts, give ranks or places to trainers that join l
 computes each work item. They depend on names, hosts and requested ranks only.
 
 Note: [Replicas]
-    A replica is the ``tp x pp`` trainers that compute one work item together, listed by tp rank and then by pp rank.
+    A replica is the ``cp x tp x pp`` trainers that compute one work item together, listed by cp, tp and pp rank.
     The owners of the ranks of one dp rank are a replica, and one replica may own several dp ranks. A trainer has the
-    same place in every dp rank that it owns: its (tp, pp) coordinate. It therefore belongs to one replica only, and a
-    trainer that takes a place takes its ranks of all dp ranks that the replica owns. A replica is complete if all its
-    trainers are present.
+    same place in every dp rank that it owns: its (cp, tp, pp) coordinate. It therefore belongs to one replica only,
+    and a trainer that takes a place takes its ranks of all dp ranks that the replica owns. A replica is complete if all
+    its trainers are present.
 
-    With ``tp = pp = 1``, each trainer is a replica by itself, also a spare without ranks.
+    In a world without ``cp``, ``tp`` and ``pp``, each trainer is a replica by itself, also a spare without ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwell_wire.errors import DuplicateError
 from shardwell_wire.model.topology import World
 
 Replica = tuple[str, ...]
-"""Names of the trainers of one replica, ordered by tp rank and then by pp rank."""
+"""Names of the trainers of one replica, ordered by cp rank, tp rank and pp rank."""
 
 RankAssignments = dict[int, str]
 """Name of the trainer that owns each logical rank."""
@@ -56,7 +56,7 @@ class RankOwners:
     Note: [Replica epochs]
         The trainers of a replica set up things together, such as a process group. These are void when a trainer is
         lost, and when another one takes its place. The replica gets a new epoch each time. All dp ranks that one
-        replica owns have the same replica epoch. With ``tp = pp = 1`` there is nothing to set up, and all epochs are 0.
+        replica owns have the same replica epoch. Replicas of one trainer have nothing to set up, and all epochs are 0.
 
     Args:
         settings: Settings of the run.
@@ -101,9 +101,9 @@ class RankOwners:
         return self.replicas[self._world.coordinates(self._ranks[name][0]).dp_rank]
 
     def position_of(self, name: str) -> int | None:
-        """Returns the position of a trainer in its replica, which stands for its tp rank and pp rank.
+        """Returns the position of a trainer in its replica, which stands for its ranks along cp, tp and pp.
 
-        None: the trainer owns no rank, and so has neither. With ``tp = pp = 1``, the position is always 0.
+        None: the trainer owns no rank, and so has none. In a replica of one trainer, the position is always 0.
         """
         if self._world.replica_size == 1:
             return 0
@@ -117,7 +117,7 @@ class RankOwners:
         return self._replicas
 
     def is_waiting_spare(self, name: str) -> bool:
-        """True if a trainer owns no rank and cannot compute anything until it does, because tp * pp > 1."""
+        """True if a trainer owns no rank and cannot compute until it does, because replicas have several trainers."""
         return self._world.replica_size > 1 and name not in self._ranks
 
     def missing_peers(self, name: str) -> list[str]:
@@ -138,9 +138,9 @@ class RankOwners:
         return bool(self.by_rank) and any(map(self.is_waiting_spare, self.members.live))
 
     def lowest_live_trainer(self, rank: int, preferred: Container[str] = ()) -> str | None:
-        """Returns the live trainer that owns the lowest rank with the tp rank and pp rank of a rank.
+        """Returns the live trainer that owns the lowest rank with the same ranks along cp, tp and pp as a rank.
 
-        Prefers the given trainers, then those that are not behind. With tp = pp = 1, a spare is the last choice.
+        Prefers the given trainers, then those that are not behind. In a replica of one trainer, a spare is the last.
         """
         live, world = self.members.live, self._world
         lowest: dict[str, int] = {} if world.replica_size > 1 else dict.fromkeys(live, world.size)
@@ -259,7 +259,7 @@ class RankOwners:
 
 @lru_cache(maxsize=64)
 def ranks_of_items(world: World) -> tuple[tuple[int, ...], ...]:
-    """Returns the global ranks of each dp rank, ordered by tp rank and then by pp rank."""
+    """Returns the global ranks of each dp rank, ordered by cp rank, tp rank and pp rank."""
     return tuple(world.replica_ranks(dp_rank) for dp_rank in range(world.dp))
 
 
@@ -368,13 +368,13 @@ def assign_ranks(world: World, applicants: Iterable[Applicant]) -> RankAssignmen
     """Assigns all ranks of a run that starts. The order of the applicants does not matter.
 
     Requested ranks are granted. Other trainers are placed by host and name, and trainers of one host share a tensor
-    group where possible. With fewer trainers than ranks, each trainer, or each replica of ``tp * pp`` trainers, plays a
+    group where possible. With fewer trainers than ranks, each trainer, or each replica of several trainers, plays a
     block of data ranks of nearly equal size. With more, the last trainers get no rank.
 
     Args:
         world: The grid.
         applicants: Trainers with distinct names and distinct requested ranks. If there are fewer than ranks, their
-            number is a multiple of ``tp * pp``, and ``requested_place`` of their requests is distinct.
+            number is a multiple of ``cp * tp * pp``, and ``requested_place`` of their requests is distinct.
     """
     ordered = sorted(applicants, key=_applicant_key)
     if len(ordered) < world.size:
@@ -395,8 +395,9 @@ def _assign_one_each(world: World, ordered: Sequence[Applicant]) -> RankAssignme
         if applicant.requested_rank is None:
             waiting.setdefault(applicant.host, deque()).append(applicant.name)
     groups = [
-        world.group(world.global_rank(dp_rank=dp_rank, pp_rank=pp_rank), "tp")
+        world.group(world.global_rank(dp_rank=dp_rank, cp_rank=cp_rank, pp_rank=pp_rank), "tp")
         for dp_rank in range(world.dp)
+        for cp_rank in range(world.cp)
         for pp_rank in range(world.pp)
     ]
     # First fill every tensor group that a single host can fill. Then fill the rest from any host.
@@ -459,7 +460,7 @@ def requested_place(world: World, trainer_count: int, rank: int) -> int:
         return rank
     small, at = replace(world, dp=trainer_count // world.replica_size), world.coordinates(rank)
     replica = next(index for index, block in enumerate(_even_blocks(world.dp, small.dp)) if at.dp_rank in block)
-    return small.global_rank(dp_rank=replica, tp_rank=at.tp_rank, pp_rank=at.pp_rank)
+    return small.global_rank(dp_rank=replica, cp_rank=at.cp_rank, tp_rank=at.tp_rank, pp_rank=at.pp_rank)
 
 
 def _assign_replicas(world: World, ordered: Sequence[Applicant]) -> RankAssignments:
@@ -494,7 +495,7 @@ def claim_ranks(
     requested: Collection[int],
     expected: int = 1,
 ) -> RankAssignments:
-    """Assigns ranks to a trainer that joins a run that has started. Only for worlds with ``tp = pp = 1``.
+    """Assigns ranks to a trainer that joins a run that has started. Only for replicas of one trainer.
 
     A trainer that owned ranks before gets them back. Otherwise it takes ranks of gone trainers, at most its fair share.
     If there are none, it takes its fair share from trainers that play several ranks. Otherwise it gets no rank and is

@@ -160,7 +160,7 @@ def _replica_store(run: Run, member: Member, replica_epoch: int, *, is_used: boo
     if not current:
         raise InvalidRequestError(
             f"trainer {member.name!r} of run {run.name!r} has no replica store: only owners of ranks of a world with "
-            f"tp * pp above 1 have one, and the run has {run.settings.world}"
+            f"cp * tp * pp above 1 have one, and the run has {run.settings.world}"
         )
     if replica_epoch != current:
         raise StaleEpochError(

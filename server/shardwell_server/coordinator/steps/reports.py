@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import product
 
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.steps.step import NO_REPORT, FinishedWork, ItemReport, MemberWork, Step, WorkItem
@@ -140,7 +141,7 @@ def _check_written_buffers(
 ) -> None:
     """Compares the buffers that the training script changed before the newly finished work started.
 
-    Only ranks with the same tp rank and pp rank are compared: others have other buffers.
+    Only ranks with the same cp, tp and pp rank are compared: others may have other buffers.
 
     Args:
         step: The step in flight.
@@ -198,15 +199,15 @@ def find_differences(
         return
     new = {work.member.global_rank: work.report for work in finished}
     for item in {id(work.item): work.item for work in finished}.values():
-        groups: dict[int, list[_Reported]] = {}
+        groups: dict[tuple[int, int], list[_Reported]] = {}
         for member in item.members.values():
             if (report := new.get(member.global_rank, member.report)) is not NO_REPORT:
-                pp_rank = world.coordinates(member.global_rank).pp_rank
-                groups.setdefault(pp_rank, []).append((member, report.gradient_checksums))
+                at = world.coordinates(member.global_rank)
+                groups.setdefault((at.cp_rank, at.pp_rank), []).append((member, report.gradient_checksums))
         for unit in units:
-            for pp_rank in unit.layout.pp_ranks:
-                if lines := _differences(unit, groups.get(pp_rank, ())):
-                    yield unit, item, _message(item, step, unit, pp_rank, lines)
+            for place in product(range(unit.layout.cp), unit.layout.pp_ranks):
+                if lines := _differences(unit, groups.get(place, ())):
+                    yield unit, item, _message(item, step, unit, place, lines)
                     break
 
 
@@ -229,10 +230,12 @@ def _differences(unit: Unit, members: Sequence[_Reported]) -> list[str]:
     return lines
 
 
-def _message(item: WorkItem, step: int, unit: Unit, pp_rank: int, lines: Sequence[str]) -> str:
+def _message(item: WorkItem, step: int, unit: Unit, place: tuple[int, int], lines: Sequence[str]) -> str:
+    """Returns the error for the trainers of a context-parallel rank and pipeline rank."""
     more = f" and {len(lines) - _MAX_NAMED} more parameters" if len(lines) > _MAX_NAMED else ""
+    at = f"context-parallel rank {place[0]}, pipeline rank" if unit.layout.cp > 1 else "pipeline rank"
     return (
-        f"step {step}: tensor-parallel ranks of dp rank {item.dp_rank}, pipeline rank {pp_rank}, computed different "
+        f"step {step}: tensor-parallel ranks of dp rank {item.dp_rank}, {at} {place[1]}, computed different "
         f"gradients of parameters of unit {unit.layout.unit!r} that all of them hold: "
         f"{'; '.join(lines[:_MAX_NAMED])}{more}. Check that the ranks get the same batch and random numbers, and "
         "that the plan sums the gradient of a parameter that a rank uses with its own heads or its own part of the "
@@ -241,22 +244,25 @@ def _message(item: WorkItem, step: int, unit: Unit, pp_rank: int, lines: Sequenc
     )
 
 
-def mean_scalars(items: Mapping[int, WorkItem]) -> dict[str, float]:
+def mean_scalars(items: Mapping[int, WorkItem], world: World) -> dict[str, float]:
     """Returns the means over the data ranks of the numbers that training scripts have logged, by name.
 
-    They are added in the order of the data ranks. Of a replica, the trainer of the lowest rank that has logged a name
-    counts. A data rank that has not logged it does not count.
+    With context parallelism, they are the means over the data ranks and context-parallel ranks. They are added in the
+    order of these ranks. Of the trainers of one of them, that of the lowest rank that has logged a name counts. A rank
+    that has not logged it does not count.
 
     Args:
         items: The finished work items of a step, by data rank.
+        world: The grid of the run.
     """
     values: dict[str, list[float]] = {}
     for _, item in sorted(items.items()):
-        of_item: dict[str, float] = {}
-        for _, member in sorted(item.members.items()):
+        of_item: dict[tuple[int, str], float] = {}
+        for rank, member in sorted(item.members.items()):
+            cp_rank = world.coordinates(rank).cp_rank if world.cp > 1 else 0
             for name, value in member.report.scalars.items():
-                of_item.setdefault(name, value)
-        for name, value in of_item.items():
+                of_item.setdefault((cp_rank, name), value)
+        for (_, name), value in sorted(of_item.items()):
             values.setdefault(name, []).append(value)
     # Not `sum`, whose result depends on the version of Python.
     return {name: reduce(operator.add, found) / len(found) for name, found in sorted(values.items())}

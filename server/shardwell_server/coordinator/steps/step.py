@@ -132,7 +132,7 @@ class WorkItem:
 
     dp_rank: int
     members: dict[int, MemberWork]
-    """The members by global rank, ordered by tp rank and pp rank. There is one for each (tp, pp) coordinate."""
+    """The members by global rank, ordered by cp, tp and pp rank. There is one for each (cp, tp, pp)."""
     epoch: int
     attempt: int = 0
     number: int = 0
@@ -169,12 +169,12 @@ class WorkItem:
 
     @property
     def first_rank(self) -> int:
-        """Global rank of the member with tp rank 0 and pp rank 0."""
+        """Global rank of the member with cp rank 0, tp rank 0 and pp rank 0."""
         return next(iter(self.members))
 
     @property
     def first_trainer(self) -> str:
-        """The trainer of the member with tp rank 0 and pp rank 0."""
+        """The trainer of the member with cp rank 0, tp rank 0 and pp rank 0."""
         return self.members[self.first_rank].trainer
 
     def require_same_gradients(self) -> None:
@@ -191,13 +191,13 @@ class WorkItem:
         if (member := self.member_of(trainer)) is not None:
             self.lost_rank, self.lost_trainer = member.global_rank, trainer
 
-    def parts(self, world: World) -> dict[tuple[int, int], int]:
-        """Returns the number of pushed parts by unit index and pipeline rank, of all members."""
-        found: dict[tuple[int, int], int] = {}
+    def parts(self, world: World) -> dict[tuple[int, int, int], int]:
+        """Returns the number of pushed parts by unit index, context-parallel rank and pipeline rank, of all members."""
+        found: dict[tuple[int, int, int], int] = {}
         for member in self.members.values():
-            pp_rank = world.coordinates(member.global_rank).pp_rank
+            at = world.coordinates(member.global_rank)
             for unit, count in member.report.parts.items():
-                key = unit, pp_rank
+                key = unit, at.cp_rank, at.pp_rank
                 found[key] = max(count, found.get(key, 0))
         return found
 
@@ -264,7 +264,7 @@ def new_members(global_ranks: Iterable[int], trainers: Iterable[str]) -> dict[in
     """Returns the members of an item.
 
     Args:
-        global_ranks: Their global ranks, ordered by tp rank and pp rank.
+        global_ranks: Their global ranks, ordered by cp, tp and pp rank.
         trainers: Their trainers, in the same order.
     """
     return {rank: MemberWork(rank, trainer) for rank, trainer in zip(global_ranks, trainers, strict=True)}
@@ -280,7 +280,7 @@ class PartitionAssignments:
 
     Each trainer updates the partitions of the logical ranks whose work it finished. All inputs of an update are on the
     servers, so any trainer that has the same units can update them. The partitions of a trainer that is gone go to the
-    next trainer of the same tp rank and pp rank that asks to commit, once the former trainer is fenced. If one trainer
+    next trainer of the same cp, tp and pp rank that asks to commit, once the former trainer is fenced. If one trainer
     of a replica is gone, the servers reject the leases of all of them, so their partitions are assigned anew, too.
 
     Args:

@@ -172,7 +172,7 @@ class Work(ABC):
         return f"rank {', '.join(map(str, ranks)) or 'none'} (trainer {name!r})"
 
     def first_trainers(self) -> dict[int, str]:
-        """Returns the trainers that compute dp rank 0's work item, by global rank in the order of tp and pp ranks."""
+        """Returns the trainers that compute dp rank 0's work item, by global rank in the order of the replica."""
         return {rank: member.trainer for rank, member in self.items[0].members.items()}
 
     # ---- steps ----
@@ -200,10 +200,10 @@ class Work(ABC):
 
     @abstractmethod
     def leaders(self, step: Step) -> list[str]:
-        """Returns the trainers whose proposals are committed together: one for each tp rank and pp rank.
+        """Returns the trainers whose proposals are committed together: one for each cp, tp and pp rank.
 
         Returns:
-            The leaders in the order of tp ranks and pp ranks. Empty: all trainers that can lead for a rank are gone.
+            The leaders in the order of the replica's ranks. Empty: all trainers that can lead for a rank are gone.
         """
 
     def restart(self) -> None:
@@ -334,7 +334,7 @@ class SynchronousWork(Work):
 
         A leader is the trainer that computes its rank in dp rank 0's work item, if it has proposed, or if all trainers
         of the item are present. Otherwise these trainers may wait for the one that was lost. The leader is then a live
-        trainer that owns a rank with the same tp rank and pp rank: if possible one that has proposed, and among those
+        trainer that owns a rank with the same cp, tp and pp rank: if possible one that has proposed, and among those
         the owner of the lowest rank.
         """
         found = []

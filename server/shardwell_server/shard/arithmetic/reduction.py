@@ -166,9 +166,9 @@ def compute_mean(terms: Sequence[Term], order: SumOrder, out: torch.Tensor, scra
     """
     if out.element_size() < 4:
         total = order.add(terms, torch.empty_like(out, dtype=torch.float32), scratch).float()
-        out.copy_(_divide(total, order.dp, out=total))
+        out.copy_(_divide(total, order.divisor, out=total))
     else:
-        _divide(order.add(terms, out, scratch), order.dp, out=out)
+        _divide(order.add(terms, out, scratch), order.divisor, out=out)
 
 
 def _divide(values: torch.Tensor, dp: int, *, out: torch.Tensor) -> torch.Tensor:
@@ -378,7 +378,7 @@ def reduce_small(shards: Sequence[SmallReduction], order: SumOrder) -> list[Redu
         scratch = Scratch()
         for shard in some:
             _add(shard, order, scratch)
-        _divide_small([shard.mean.vector for shard in some], order.dp)
+        _divide_small([shard.mean.vector for shard in some], order.divisor)
         for shard, squares in zip(some, _squares([shard.mean.rows for shard in some]), strict=True):
             is_finite = all(map(math.isfinite, squares))
             mean = shard.mean

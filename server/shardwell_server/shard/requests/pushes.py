@@ -201,7 +201,7 @@ class Push:
                 raise StaleEpochError(f"{self._what}: rank {rank} has begun attempt {oldest}")
 
     def _contributor_of(self, dp_rank: int) -> int:
-        return self._shard.layout.contributor(dp_rank, self._header.pp_rank)
+        return self._shard.layout.contributor(dp_rank, self._header.pp_rank, self._header.cp_rank)
 
     @property
     def _contributions(self) -> Contributions:

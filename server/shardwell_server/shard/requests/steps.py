@@ -329,7 +329,9 @@ def _expected(run: HostedRun, request: shard_pb2.PrepareStepRequest) -> dict[int
     for manifest in request.ranks:
         for unit in manifest.units:
             found, layout = expected.setdefault(unit.unit_index, {}), layouts.get(unit.unit_index)
-            contributor = manifest.dp_rank if layout is None else layout.contributor(manifest.dp_rank, unit.pp_rank)
+            contributor = (
+                manifest.dp_rank if layout is None else layout.contributor(manifest.dp_rank, unit.pp_rank, unit.cp_rank)
+            )
             if contributor in found:
                 raise InvalidRequestError(f"the manifests name unit {unit.unit_index}, rank {manifest.dp_rank}, twice")
             if unit.part_count:

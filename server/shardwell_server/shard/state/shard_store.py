@@ -415,7 +415,8 @@ def _check_reservation(spec: ShardSpec) -> None:
     check_data_ranks(spec.dp)
     if spec.max_contributions > MAX_WORLD_SIZE:
         raise InvalidRequestError(
-            f"unit {spec.unit!r} has {len(spec.layout.pp_ranks)} pipeline ranks in a run with dp={spec.dp}, which is "
+            f"unit {spec.unit!r} is pushed by {spec.layout.contributors_per_item} ranks of a replica in a run with "
+            f"dp={spec.dp}, which is "
             f"{spec.max_contributions} contributions per step: expected at most {MAX_WORLD_SIZE}"
         )
     start, stop, size = spec.start_bytes, spec.stop_bytes, spec.layout.size_bytes

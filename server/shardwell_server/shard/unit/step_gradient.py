@@ -61,7 +61,9 @@ class StepGradient:
         self._spec, self._parts, self._partitions, self._files = spec, parts, partitions, files
         self._memory = memory
         summed = 1 if spec.asynchronous else spec.dp
-        self.order = SumOrder(summed, spec.reduction_groups, num_stages=len(spec.layout.pp_ranks))
+        self.order = SumOrder(
+            summed, spec.reduction_groups, num_contributors=spec.layout.contributors_per_item, cp=spec.layout.cp
+        )
         """The order in which contributions are added."""
         self.counted = _all_contributors(spec.max_contributions)
         """Contributors of the next step. In an asynchronous run those of one data rank, named by PrepareStep."""
@@ -99,8 +101,10 @@ class StepGradient:
             StepStateError: The shard has gradients of earlier steps, which belong to single ranks.
         """
         what, layout, dp = self._spec.what, self._spec.layout, self._spec.dp
-        if len(layout.pp_ranks) > 1:
-            raise InvalidRequestError(f"{what} belongs to several pipeline stages: each rank must push by itself")
+        if layout.contributors_per_item > 1:
+            raise InvalidRequestError(
+                f"{what} belongs to several pipeline stages or context-parallel ranks: each rank must push by itself"
+            )
         ranks = [summed.dp_rank for summed in header.summed]
         own = [summed.epoch for summed in header.summed if summed.dp_rank == header.dp_rank]
         if not self.order.is_group(ranks) or ranks[-1] >= dp or own != [header.context.epoch]:
@@ -152,7 +156,7 @@ class StepGradient:
         views = LazyViews(memory.buffer, self._parts.views) if memory.views is None else memory.views
         numbers = self._parts.numbers_of("parameter_indices", tuple(header.parameter_indices))
         dropped = self._parts.numbers_of("dropped_indices", tuple(header.dropped_indices))
-        contributor = self._spec.layout.contributor(header.dp_rank, header.pp_rank)
+        contributor = self._spec.layout.contributor(header.dp_rank, header.pp_rank, header.cp_rank)
         contributions = self.contributions_of(contributor, header.attempt, copy=header.copy)
         if contributions is self.contributions and contributor in self.counted:
             self.discard_reduced()
@@ -515,7 +519,7 @@ class MeanGradient:
             [(rank, gradient) for rank, own in found if (gradient := own.gradient(number)) is not None]
             for number in range(len(self._starts))
         ]
-        several = any(order.dp > 1 or len(own) > 1 for own in terms if own)
+        several = any(order.divisor > 1 or len(own) > 1 for own in terms if own)
         buffer = self._memory.pool.acquire(self._size_bytes) if several and file is None else None
         outs = self._views_of_file(file) if file is not None else None if buffer is None else self._views(buffer)
         work = partial(reduce_shard, terms, order, outs, self._starts, buffer=buffer)
