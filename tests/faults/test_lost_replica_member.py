@@ -92,6 +92,30 @@ def test_another_replica_takes_over_and_the_survivor_ends(
     assert [len(result["losses"]) for result in results] == [STEPS + STEPS - AT_STEP] * 2, results
 
 
+def test_survivor_of_an_evaluation_between_steps_ends(cluster: shardwell.LocalCluster) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (2, 1, 2))
+        lost = grid.start(0, "--evaluate", "--signal", int(signal.SIGSTOP), "--at-step", AT_STEP)
+        # The survivor has the last stage, and waits for the activations of the first one.
+        survivor, *helpers = [grid.start(rank, "--evaluate") for rank in (1, 2, 3)]
+        lost.wait_stopped()
+        noticed = time.monotonic()
+        ended = survivor.finish()
+        seconds = time.monotonic() - noticed
+        results = [helper.finish() for helper in helpers]
+    assert ended["returncode"] == 1 and "ReplicaLostError" in ended["stderr"], ended
+    assert len(ended["losses"]) == AT_STEP, "in the evaluation before the step"
+    assert seconds < SOON_S
+    assert [result["returncode"] for result in results] == [0, 0], results
+
+
+def test_trainers_leave_after_an_evaluation_behind_the_last_step(cluster: shardwell.LocalCluster) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (1, 1, 2))
+        results = [trainer.finish() for trainer in [grid.start(rank, "--evaluate") for rank in (0, 1)]]
+    assert [result["returncode"] for result in results] == [0, 0], results
+
+
 def test_survivor_that_waits_for_the_lost_trainer_ends_and_both_go_on_after_a_restart(
     cluster: shardwell.LocalCluster, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import shardwell
 from shardwell.command.cli import main
 from shardwell.parallel import ContextParallel
 from shardwell.planning import Plan, PlanOptions, plan_run
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import ReplicaLostError, UsageError
 from tests.support import gloo, long_gpt
 from tests.support.grid_runs import assert_equal, contents
 from tests.support.processes import fork_context, run_ranks
@@ -194,6 +194,32 @@ def test_bits_do_not_depend_on_the_death_of_a_rank(cluster: shardwell.LocalClust
     found = read(cluster.address, run)
     for name, value in undisturbed.items():
         assert torch.equal(value, again[name]) and torch.equal(value, found[name]), name
+
+
+def evaluate(rank: int, address: str, run: str) -> None:
+    """Evaluates before the first step. Rank 1 kills itself meanwhile."""
+    with shardwell.join(address, run=run, world=shardwell.World(cp=2), global_rank=rank, host="here") as session:
+        context, model = ContextParallel(session), long_gpt.gpt()
+        shardwell.auto_wrap(model, session)
+        shardwell.optim.SGD(model.parameters(), lr=0.1)
+        tokens = context.split(long_gpt.batch(0, 0)[0])
+        with torch.no_grad(), context:
+            model(tokens, context.positions(tokens))
+        with pytest.raises(ReplicaLostError, match="was lost or replaced"), torch.no_grad(), context:
+            if rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(tokens, context.positions(tokens))
+    gloo.leave()
+
+
+def test_lost_rank_ends_an_evaluation_of_the_other(cluster: shardwell.LocalCluster) -> None:
+    run = uuid.uuid4().hex
+    ranks = [fork_context.Process(target=evaluate, args=(rank, cluster.address, run), daemon=True) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process, expected in zip(ranks, (0, -signal.SIGKILL), strict=True):
+        process.join(60)
+        assert process.exitcode == expected
 
 
 # ---- mistakes ----

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import shardwell
 from shardwell_wire.errors import InvalidRequestError, UsageError
+from tests.support import gloo
 from tests.support.processes import run_ranks
 
 DP, STEPS = 3, 3
@@ -143,3 +145,27 @@ def test_a_loop_without_batches_logs_before_the_commit(cluster: shardwell.LocalC
             optimizer.step()
             assert step.means == {"loss": loss.item()}
             optimizer.zero_grad()
+
+
+def parts_worker(rank: int, address: str, run: str) -> None:
+    with shardwell.join(address, run=run, world=shardwell.World(tp=2), global_rank=rank, host="here") as session:
+        mesh = session.replica_mesh()["tp"]
+        model, optimizer = shard(session)
+        for step in session.steps(1):
+            for x in step.batches(batch):
+                model(x).square().mean().backward()
+                loss = DTensor.from_local(torch.tensor(1.0 + rank), mesh, [Partial()])
+                if rank == 0:  # a collective on one rank only would wait for the other
+                    with pytest.raises(UsageError, match=r"call loss = loss.full_tensor\(\) on all of them"):
+                        step.log(loss=loss)
+                loss = loss.full_tensor()
+                if rank == 0:
+                    step.log(loss=loss, whole=DTensor.from_local(loss, mesh, [Replicate()], run_check=False))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert step.means == {"loss": 3.0, "whole": 3.0}
+    gloo.leave()
+
+
+def test_parts_of_a_number_are_refused(cluster: shardwell.LocalCluster) -> None:
+    run_ranks(parts_worker, cluster.address, uuid.uuid4().hex)

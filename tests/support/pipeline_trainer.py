@@ -1,10 +1,11 @@
 """A trainer of a grid that uses torch's schedules, for tests. Prints one JSON line per item and a hash at the end.
 
 ``python -m tests.support.pipeline_trainer --address A --run R --dp 2 --tp 1 --pp 2 --global-rank 0 [--signal 9
---at-step K] [--in-process]`` sends a signal to itself in the forward of step K, once. ``--in-process``: it forms its
-replica again in the same process. The stage has a buffer, and the run tracks an LR scheduler. ``--client-side NAME``
+--at-step K] [--in-process]`` sends a signal to itself in the first forward at step K, once. ``--in-process``: it forms
+its replica again in the same process. The stage has a buffer, and the run tracks an LR scheduler. ``--client-side N``
 selects torch's optimizer of that name on the trainers. ``--kill-in-update K`` kills the process during the update of
-step K, after one segment of a partition is updated. ``--fail-at-step K`` raises ValueError in the loop of step K.
+step K, after one segment of a partition is updated. ``--evaluate`` evaluates after each step, and sends the signal in
+the evaluation before step K. ``--fail-at-step K`` raises ValueError in the loop of step K.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def make_schedule(session: shardwell.Session) -> tuple[PipelineStage, PipelineSc
 
 def _average(module: nn.Module, inputs: tuple[torch.Tensor, ...], *, name: str) -> None:
     """Updates the buffer, a moving average of the stage's inputs."""
-    module.get_buffer(name).lerp_(inputs[0].detach().float().mean(), 0.25)
+    if module.training:
+        module.get_buffer(name).lerp_(inputs[0].detach().float().mean(), 0.25)
 
 
 def read_hash(session: shardwell.Session) -> str:
@@ -94,6 +96,8 @@ class Script:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
+            if self._options.evaluate:
+                schedule.eval(tokens, target=targets)
         mean = stage.submod.get_buffer(f"mean{stage.stage_index}").item()
         state = {"mean": mean, "lr": scheduler.get_last_lr(), "models": len(self._models)}
         print(json.dumps({"sha256": read_hash(session), "state": state}), flush=True)
@@ -121,6 +125,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--at-step", type=int)
     parser.add_argument("--fail-at-step", type=int)
+    parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--in-process", action="store_true")
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--checkpoint-every", type=int)

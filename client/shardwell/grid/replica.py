@@ -6,8 +6,10 @@ import hashlib
 import importlib
 import logging
 import socket
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -281,6 +283,8 @@ class ReplicaGroup:
         self.is_alone = False
         """True if the group has no other trainers, because the run has ended: this trainer finds out whether its loop
         has steps left."""
+        self._in_use = False
+        """True if the training thread may wait in a collective although it computes no work item."""
         membership.replica_epoch.when_void = self._end_collectives
 
     def mesh(self, device_type: str, backend: str | None = None) -> DeviceMesh:
@@ -343,6 +347,26 @@ class ReplicaGroup:
         """Raises ReplicaLostError if collectives were aborted, so that what was computed is undefined."""
         if self._group is not None and self._group.aborted:
             raise self._membership.replica_epoch.lost_error()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context of collectives that may be outside of a work item, such as those of an evaluation between two steps.
+
+        A collective fails if another trainer of the replica is lost meanwhile, unless the run has ended: that trainer
+        may have done its part and left.
+
+        Raises:
+            ReplicaLostError: A trainer was lost before, or the results are undefined.
+        """
+        former, self._in_use = self._in_use, True  # first, so that a loss is noticed here or in _end_collectives
+        try:
+            epoch = self._membership.replica_epoch
+            if epoch.is_void and not self._members(member=False).ended:
+                raise epoch.lost_error()
+            yield
+            self.require_results()
+        finally:
+            self._in_use = former
 
     @property
     def has_tensor_ranks(self) -> bool:
@@ -474,12 +498,29 @@ class ReplicaGroup:
     def _end_collectives(self) -> None:
         """Makes a collective fail in which a trainer does not answer, because the process group is void.
 
-        Only while a work item is computed: after the last step, trainers may leave while others use the group.
-        See Note: [Ending a collective].
+        Only while a work item is computed or the group is ``in_use``: after the last step, trainers may leave while
+        others use the group. See Note: [Ending a collective].
         """
         group = self._group
-        if group is not None and self._membership.computes_item:
-            logger.warning("%s; %s", self._membership.replica_epoch.lost_error(), group.end_collectives())
+        if group is None:
+            return
+        if self._membership.computes_item:
+            self._end_group(group)
+        elif self._in_use:  # this is the membership's thread, which must not wait for an rpc
+            threading.Thread(target=self._end_unless_ended, args=(group,), name="lost replica", daemon=True).start()
+
+    def _end_unless_ended(self, group: ReplicaProcessGroup) -> None:
+        """Ends the collectives of a group unless the run has ended."""
+        try:
+            ended = self._members(member=False).ended
+        except ShardwellError as error:
+            logger.warning("a collective of the void process group may last until its timeout: %s", error)
+            return
+        if not ended and self._in_use and self._group is group:
+            self._end_group(group)
+
+    def _end_group(self, group: ReplicaProcessGroup) -> None:
+        logger.warning("%s; %s", self._membership.replica_epoch.lost_error(), group.end_collectives())
 
     def close(self, *, lost: bool = False) -> None:
         """Ends the process group, if there is one. Its meshes and the modules that use them are unusable afterwards.

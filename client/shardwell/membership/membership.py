@@ -631,8 +631,8 @@ class ReplicaEpoch:
         The replica gets a new epoch when one of its trainers is lost or replaced. A process group that was formed in an
         older epoch is *void*: its collectives cannot end. The trainer must raise ReplicaLostError, wherever it is. If
         it waits for the coordinator in a step, ``Membership.poll`` raises. If it starts a work item,
-        ``ReplicaGroup.require_same_item`` raises. If it computes a work item, ``ReplicaGroup`` ends the group's
-        connections, and the collective in which it waits fails.
+        ``ReplicaGroup.require_same_item`` raises. If it computes a work item, or is in ``ReplicaGroup.in_use``,
+        ``ReplicaGroup`` ends the group's connections, and the collective in which it waits fails.
 
     Epochs of a run only rise, so announcements may arrive in any order.
 

@@ -20,6 +20,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
+from shardwell.grid.process_group import is_lost_peer
 from shardwell.seeds import derive_seed, seed_generators
 from shardwell.training.batch_fingerprint import fingerprint
 from shardwell_wire.errors import UsageError
@@ -58,7 +60,8 @@ class ContextParallel:
                     loss = F.cross_entropy(model(tokens, positions).flatten(0, 1), targets.flatten())
                     loss.backward()
 
-    Also works in a world with ``cp=1``, where it changes nothing.
+    Also works in a world with ``cp=1``, where it changes nothing. In an evaluation between two steps, all trainers of
+    the replica compute the same batches in the block. It raises ``ReplicaLostError`` if one of them is lost.
 
     Args:
         session: The session. If ``cp`` is above 1, all trainers of the replica make the object together.
@@ -73,7 +76,7 @@ class ContextParallel:
     """
 
     def __init__(self, session: Session, *, load_balance: bool = True, device_type: str = "cpu") -> None:
-        self.cp, self.cp_rank = session.world.cp, session.cp_rank or 0
+        self.cp, self.cp_rank, self._session = session.world.cp, session.cp_rank or 0, session
         self._items, self._balanced, self._device_type = session.in_flight.items, load_balance, device_type
         self._group = session.replica_mesh(device_type)["cp"].get_group() if self.cp > 1 else None
         self._entered: list[ExitStack] = []
@@ -121,6 +124,7 @@ class ContextParallel:
             # Dropout must differ between the parts of a sequence. What the script draws afterwards must not.
             seed = derive_seed(int(torch.randint(1 << 62, ())), "context", self.cp_rank)
             devices: list[int] | None = None if self._device_type == "cuda" else []
+            stack.enter_context(self._session.replica_in_use())
             stack.enter_context(torch.random.fork_rng(devices=devices))
             seed_generators(seed)
             stack.enter_context(_replaced_attention(self))
@@ -128,8 +132,12 @@ class ContextParallel:
         self._entered.append(stack)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._entered.pop().close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+        if error is not None and self._group is not None and is_lost_peer(error):
+            raise self._session.replica_lost_error(error) from error
 
     # ---- the parts ----
 

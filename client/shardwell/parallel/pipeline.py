@@ -674,14 +674,15 @@ class PipelineSchedule:
     @contextmanager
     def _raising(self) -> Iterator[None]:
         """Context that frees the stages after an error, and tells if another trainer was lost."""
+        session = self._session
         try:
-            yield
+            with nullcontext() if session is None else session.replica_in_use():
+                yield
         except BaseException as error:
             for stage in self._stages:
                 stage.abandon()
             if not is_lost_peer(error):
                 raise
-            session = self._session
             raise (lost_peer_error(error) if session is None else session.replica_lost_error(error)) from error
 
     def _busy_s(self) -> float:

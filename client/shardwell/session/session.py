@@ -8,7 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -546,6 +546,10 @@ class Session:
                 self._replica.wait_for_successors()
                 self._replica.may_be_alone = not self._replica.is_alone
             self._start_over()
+
+    def replica_in_use(self) -> AbstractContextManager[None]:
+        """Returns the context of collectives of the replica that may be outside of a work item."""
+        return self._replica.in_use()
 
     def replica_lost_error(self, error: BaseException) -> ReplicaLostError:
         """Returns the error for a collective that failed because another trainer of the replica does not answer."""

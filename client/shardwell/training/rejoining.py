@@ -100,7 +100,7 @@ class Rejoining:
 
         Raises:
             StepRestartedError: In a plain loop, the gradients of the step are lost.
-            ReplicaLostError: The trainer has another place on the tensor or pipeline axis now.
+            ReplicaLostError: The trainer has another place in its replica now.
         """
         if not self._membership.lapsed:
             return True
@@ -128,7 +128,7 @@ class Rejoining:
 
         Raises:
             StaleEpochError: The membership has lapsed.
-            ReplicaLostError: The trainer has another place on the tensor or pipeline axis now.
+            ReplicaLostError: The trainer has another place in its replica now.
         """
         joined, before = self._membership.refresh(), self._state.number
         present = {rank: state.key for rank, state in self._state.items.items()}

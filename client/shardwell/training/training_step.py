@@ -131,7 +131,8 @@ class Step:
                 logged a name counts.
 
         Raises:
-            UsageError: A value is no number, or the call is outside of a work item.
+            UsageError: A value is no number, or is a ``DTensor`` of which each rank has a part only, or the call is
+                outside of a work item.
             InvalidRequestError: The item has more than 64 names, or a name is too long.
         """
         found = {name: _number(name, value) for name, value in scalars.items() if value is not None}
@@ -201,6 +202,13 @@ class Step:
 def _number(name: str, value: float | torch.Tensor) -> float:
     if isinstance(value, torch.Tensor):
         # A loss that tensor-parallel ranks compute together is a DTensor, whose class takes long to import.
+        placements = getattr(value, "placements", ())
+        if any(not placement.is_replicate() for placement in placements):
+            raise UsageError(
+                f"step.log({name}=...): the value is a DTensor of which each rank has a part only (placements "
+                f"{', '.join(map(str, placements))}), and only a collective on all ranks of its mesh joins the parts: "
+                f"call {name} = {name}.full_tensor() on all of them, and log the result"
+            )
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         if whole.numel() == 1 and not whole.is_complex():
             return float(whole.item())
