@@ -26,7 +26,7 @@ def test_images_have_the_tested_versions() -> None:
 
 
 def test_every_package_has_a_hash() -> None:
-    assert LOCKS.keys() == {"torch", "cuda", "server", "trainer"}
+    assert LOCKS.keys() == {"torch", "cuda", "server", "trainer", "grpcurl"}
     for name, text in LOCKS.items():
         for entry in re.split(r"\n(?=[\w-])", text)[1:]:
             assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), (name, entry)
