@@ -198,6 +198,26 @@ async def test_partitions_of_a_replica_that_lost_a_trainer_go_to_trainers_of_the
     await commit_all(cluster, [a, b, c], own[:3])
 
 
+async def test_survivor_that_leaves_ends_no_lease_of_those_who_update_partitions_of_its_replica(
+    cluster: Harness,
+) -> None:
+    a, b, c, d = await finished_grid(cluster)
+    own = await propose([a, b, c, d])
+    await d.leave()
+    await cluster.settle()
+    taken = await commit(b, own[1].partitions, wait_s=5)
+    assert ranks(taken) == [3]
+    await c.leave()
+    await cluster.settle()
+    for shard in cluster.shards.values():
+        assert shard.runs["r"].epochs[1] < taken.partitions[0].epoch, "the servers would reject what b stages"
+    rest = await commit(a, own[0].partitions, wait_s=5)
+    assert ranks(rest) == [2]
+    own[0].partitions.extend(rest.partitions)
+    own[1].partitions.extend(taken.partitions)
+    await commit_all(cluster, [a, b], own[:2])
+
+
 async def test_survivor_of_a_replica_updates_its_partitions_under_a_new_lease(cluster: Harness) -> None:
     a, b, c, d = await finished_grid(cluster)
     own = await propose([a, b, c, d])

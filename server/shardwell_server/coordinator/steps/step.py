@@ -67,7 +67,7 @@ _NEXT_STATES = {
     WorkState.LEASED: {WorkState.TWINNED, WorkState.FINISHED, WorkState.VACANT, WorkState.LEASED},
     WorkState.TWINNED: {WorkState.LEASED},
     WorkState.FINISHED: {WorkState.ORPHANED, WorkState.LEASED},
-    WorkState.ORPHANED: {WorkState.ORPHANED, WorkState.LEASED, WorkState.VACANT},
+    WorkState.ORPHANED: {WorkState.LEASED, WorkState.VACANT},
 }
 """The states that may follow each state. A state that follows itself starts another attempt, or has new epochs."""
 
@@ -544,6 +544,8 @@ class Step:
         may compute it from other batches, so the servers must drop the parts that the former ones pushed. All parts of
         one attempt come from one replica. If another trainer computes the twin item, that trainer gets the item.
         """
+        if item.state is WorkState.ORPHANED:
+            return  # the whole replica is fenced. Another epoch would end the leases of those who update its partitions
         item.fenced = False
         if item.state is WorkState.TWINNED:
             self._end_twin(item, wins=True)
