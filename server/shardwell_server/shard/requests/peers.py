@@ -257,26 +257,25 @@ class Owners:
         Args:
             run: The run that the request names.
             request: The request.
-            place: See ``Place``.
+            place: See ``Place``. Not called for an owner that has no such shard any more.
 
         Raises:
-            ShardwellError: The error of the owner.
+            ShardwellError: The error of the present owner.
         """
-        address = await self._address(run, request.unit, request.start_bytes, request.stop_bytes)
-        what = f"Gather of unit {request.unit!r} from {address}"
-        receiver: StreamReceiver | None = None
-        try:
+
+        async def receive(address: str) -> int:
+            what = f"Gather of unit {request.unit!r} from {address}"
+            receiver: StreamReceiver | None = None
             async for data in self._peers.receive(address, "Gather", request, timeout_s=_TRANSFER_S):
                 message, chunk = decode_message(data, shard_pb2.GatherResponse)
                 receiver = receiver or StreamReceiver([place(message.header)], what)
                 receiver.feed(chunk)
-        except _MOVED:
-            self.forget(run)
-            raise
-        if receiver is None:
-            raise ChunkError(f"{what}: the stream has no message")
-        receiver.require_complete()
-        return receiver.received_bytes
+            if receiver is None:
+                raise ChunkError(f"{what}: the stream has no message")
+            receiver.require_complete()
+            return receiver.received_bytes
+
+        return await self._at_owner(run, (request.unit, request.start_bytes, request.stop_bytes), receive)
 
     async def push(
         self, run: RunIdentity, header: shard_pb2.ReduceScatterHeader, pieces: Sequence[memoryview]
@@ -289,18 +288,32 @@ class Owners:
             pieces: The gradients of the header's parameters, clipped to the shard.
 
         Raises:
-            ShardwellError: The error of the owner.
+            ShardwellError: The error of the present owner.
         """
-        address = await self._address(run, header.unit, header.start_bytes, header.stop_bytes)
-        messages = chunk_streams.encode_stream(shard_pb2.ReduceScatterRequest(header=header), pieces)
-        try:
+
+        async def push(address: str) -> shard_pb2.ReduceScatterResponse:
+            messages = chunk_streams.encode_stream(shard_pb2.ReduceScatterRequest(header=header), pieces)
             response: shard_pb2.ReduceScatterResponse = await self._peers.stream(
                 address, "ReduceScatter", iter(messages), timeout_s=_TRANSFER_S
             )
-        except _MOVED:
-            self.forget(run)
-            raise
-        return response
+            return response
+
+        return await self._at_owner(run, (header.unit, header.start_bytes, header.stop_bytes), push)
+
+    async def _at_owner(
+        self, run: RunIdentity, shard: tuple[str, int, int], transfer: Callable[[str], Awaitable[Result]]
+    ) -> Result:
+        """Runs a transfer at the owner of a shard, and again if the shard has moved. The trainers may know that before
+        the relay, and do not ask again."""
+        address = await self._address(run, *shard)
+        while True:
+            try:
+                return await transfer(address)
+            except _MOVED as error:
+                self.forget(run)
+                former = address
+                if not isinstance(error, NotFoundError) or (address := await self._address(run, *shard)) == former:
+                    raise
 
     async def _address(self, run: RunIdentity, unit: str, start_bytes: int, stop_bytes: int) -> str:
         if run not in self._addresses:
