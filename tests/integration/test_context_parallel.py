@@ -119,7 +119,7 @@ def test_all_axes_train_together(
 def saved(
     rank: int, address: str, run: str, world: shardwell.World, steps: int, options: dict[str, Any], **more: Any
 ) -> None:
-    """Continues until a number of steps, and saves a checkpoint."""
+    """Trains a run until it has so many steps, and saves a checkpoint."""
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", **more) as session:
         before = session.step
         losses = long_gpt.train(session, steps=steps, momentum=MOMENTUM, **options)

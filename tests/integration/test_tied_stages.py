@@ -18,7 +18,7 @@ from shardwell.parallel import PipelineSchedule, PipelineStage, SchedulePlan, pl
 from shardwell.planning import DivisionOptions, PlanOptions, plan_run
 from tests.support import gloo, split_gpt
 from tests.support.processes import run_ranks
-from tests.support.split_gpt import LENGTH, loss_of
+from tests.support.split_gpt import LENGTH, loss_of, momentum_sgd
 
 MICRO_BATCHES, BATCH, STEPS, NO_CLIPPING = 4, 8, 3, 1e9
 LR, MOMENTUM = 0.1, 0.9
@@ -74,11 +74,7 @@ def worker(rank: int, address: str, run: str, sizes: tuple[int, int, int], steps
         shardwell.auto_wrap(module, session)
         stage = PipelineStage(module, index, world.pp, "cpu", example=example, group=mesh["pp"].get_group())
         schedule = PipelineSchedule(plan, [stage], loss_of)
-        optimizer: Any = (
-            shardwell.ClientSide(module.parameters(), torch.optim.SGD, lr=LR, momentum=MOMENTUM)
-            if on_trainers
-            else shardwell.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
-        )
+        optimizer = momentum_sgd(module, lr=LR, momentum=MOMENTUM, on_trainers=on_trainers)
         norms = []
         for step in session.steps(steps):
             for tokens, targets in step.batches(batch):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwell
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import ContextParallel, parallelize
-from tests.support.split_gpt import loss_of
+from tests.support.split_gpt import loss_of, momentum_sgd
 
 LENGTH, VOCABULARY, BATCH, STEPS, LR = 16, 32, 4, 4, 0.1
 
@@ -80,11 +80,7 @@ def train(
     for block in model.blocks if checkpointed else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     shardwell.auto_wrap(model, session)
-    optimizer = (
-        shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=LR, momentum=momentum)
-        if on_trainers
-        else shardwell.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
-    )
+    optimizer = momentum_sgd(model, lr=LR, momentum=momentum, on_trainers=on_trainers)
     losses = []
     for step in session.steps(steps):
         for whole_tokens, whole_targets in step.batches(batch):

@@ -1,10 +1,14 @@
-"""A small GPT that tests divide over a grid, its batches and its loss."""
+"""A small GPT that tests divide over a grid, its batches, its loss and its optimizer."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 from torch.nn import functional
 
+import shardwell
 from examples.gpt import GPT, GPTConfig
 
 LENGTH, VOCABULARY = 5, 32
@@ -32,3 +36,10 @@ def batch(step: int, dp_rank: int, batch_size: int) -> tuple[torch.Tensor, torch
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Returns the mean loss."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def momentum_sgd(model: nn.Module, *, lr: float, momentum: float, on_trainers: bool) -> Any:
+    """Returns SGD with momentum for a sharded model, which runs on the servers or on the trainers."""
+    if on_trainers:
+        return shardwell.ClientSide(model.parameters(), torch.optim.SGD, lr=lr, momentum=momentum)
+    return shardwell.optim.SGD(model.parameters(), lr=lr, momentum=momentum)

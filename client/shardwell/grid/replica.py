@@ -377,8 +377,8 @@ class ReplicaGroup:
         """Checks that all trainers of the replica start the same attempt of the same item.
 
         Collectives carry no names. Trainers that compute different items would mix their activations silently. So would
-        tensor-parallel ranks with different batches. Stages of a pipeline may have different ones, and so may
-        context-parallel ranks: ``ContextParallel.split`` compares what it splits.
+        tensor-parallel ranks with different batches. The stages of a pipeline may have different batches.
+        ``ContextParallel.split`` compares the batches of context-parallel ranks.
 
         Args:
             item: The item that this trainer starts.

@@ -84,7 +84,7 @@ class ContextParallel:
     def split(self, *tensors: torch.Tensor, dim: int = 1) -> Any:
         """Returns this rank's part of whole sequences.
 
-        All ranks call it together, with equal tensors: their bytes are compared.
+        All context-parallel ranks of a replica must call it with equal tensors. It compares the bytes of all ranks.
 
         Args:
             *tensors: Tensors with equally long sequences, such as tokens and targets ``[batch, length]``. Targets must

@@ -56,7 +56,7 @@ class RankOwners:
     Note: [Replica epochs]
         The trainers of a replica set up things together, such as a process group. These are void when a trainer is
         lost, and when another one takes its place. The replica gets a new epoch each time. All dp ranks that one
-        replica owns have the same replica epoch. Replicas of one trainer have nothing to set up, and all epochs are 0.
+        replica owns have the same replica epoch. A replica of one trainer has nothing to set up, and its epoch stays 0.
 
     Args:
         settings: Settings of the run.

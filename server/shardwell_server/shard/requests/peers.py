@@ -303,8 +303,10 @@ class Owners:
     async def _at_owner(
         self, run: RunIdentity, shard: tuple[str, int, int], transfer: Callable[[str], Awaitable[Result]]
     ) -> Result:
-        """Runs a transfer at the owner of a shard, and again if the shard has moved. The trainers may know that before
-        the relay, and do not ask again."""
+        """Runs a transfer at the owner of a shard. Repeats it at the new owner if the shard has moved.
+
+        A trainer may know the new owner before the relay does. It would then not repeat a request that failed.
+        """
         address = await self._address(run, *shard)
         while True:
             try:
