@@ -24,7 +24,7 @@ from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, FolderOwner
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import events, wait_until
+from tests.support.cluster import events, wait_in_sync, wait_until
 from tests.support.commit_log import ItemCommit, read_commits, replay, stored_commits
 from tests.support.processes import TrainerProcess
 
@@ -197,13 +197,6 @@ def test_loss_of_a_shard_server_rolls_the_run_back(
     assert "rolled_back" in [event.kind for event in events(cluster.address, run)]
 
 
-def all_in_sync(cluster: shardwell.LocalCluster, run: str) -> bool:
-    with closing(CoordinatorClient(cluster.address)) as client:
-        units = client.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=run)).units
-    states = [backup.state for unit in units for backup in unit.backups]
-    return states == [coordinator_pb2.BACKUP_STATE_IN_SYNC] * sum(len(unit.shards) for unit in units)
-
-
 @pytest.mark.parametrize("cluster", [LONG_LEASE_S], indirect=True)
 def test_backups_replace_a_lost_shard_server(cluster: shardwell.LocalCluster, log_dir: Path, run: str) -> None:
     """One rank computes an item that has read version 0, which no backup has. The other rank waits for it."""
@@ -214,12 +207,12 @@ def test_backups_replace_a_lost_shard_server(cluster: shardwell.LocalCluster, lo
     ):
         stopped.wait_stopped()
         wait_until(lambda: len(read_commits(log_dir, run)) == 4, "rank 0 waits for rank 1", timeout_s=60)
-        wait_until(lambda: all_in_sync(cluster, run), "backups of all shards", timeout_s=60)
+        wait_in_sync(cluster.address, run)
         os.kill(cluster.shards[1].pid, signal.SIGKILL)  # the cluster starts it again
         wait_until(lambda: "shards_promoted" in [event.kind for event in events(cluster.address, run)], "promotion")
         stopped.resume()
         results = [stopped.finish(), other.finish()]
-        wait_until(lambda: all_in_sync(cluster, run), "backups of all shards", timeout_s=60)
+        wait_in_sync(cluster.address, run)
         with closing(CoordinatorClient(cluster.address)) as client:
             report = client.call("VerifyRun", coordinator_pb2.VerifyRunRequest(run=run), timeout_s=30)
     commits = read_commits(log_dir, run)

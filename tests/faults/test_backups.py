@@ -21,7 +21,7 @@ import shardwell
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import events, wait_until
+from tests.support.cluster import events, wait_in_sync, wait_until
 
 STEPS, FAULTS_AFTER = 14, (3, 6, 9)
 DATA = [torch.randn(64, generator=torch.Generator().manual_seed(index)) for index in range(64)]
@@ -30,13 +30,6 @@ DATA = [torch.randn(64, generator=torch.Generator().manual_seed(index)) for inde
 def call(address: str, rpc_name: str, request: Any) -> Any:
     with closing(CoordinatorClient(address)) as client:
         return client.call(rpc_name, request, timeout_s=30.0)
-
-
-def all_in_sync(address: str, run: str) -> bool:
-    units = call(address, "ListUnits", coordinator_pb2.ListUnitsRequest(run=run)).units
-    states = [backup.state for unit in units for backup in unit.backups]
-    shards = sum(len(unit.shards) for unit in units)
-    return states == [coordinator_pb2.BACKUP_STATE_IN_SYNC] * shards
 
 
 def train(address: str, run: str, disturb: Callable[[int], None], *, backups: int) -> str:
@@ -91,7 +84,7 @@ def test_run_with_backups_survives_the_loss_of_any_server(undisturbed: str, faul
                 return
             remaining.remove(step)  # a step that is computed again calls this function again
             wait_for_promotions()
-            wait_until(lambda: all_in_sync(cluster.address, "r"), "backups of all shards", timeout_s=40.0)
+            wait_in_sync(cluster.address, "r")
             victim = cluster.shards[FAULTS_AFTER.index(step)]
             number = signal.SIGKILL if fault == "kill" else signal.SIGSTOP  # the cluster starts a killed server again
             act = functools.partial(os.kill, victim.pid, number)
@@ -104,7 +97,7 @@ def test_run_with_backups_survives_the_loss_of_any_server(undisturbed: str, faul
             assert "run_loading" not in [event.kind for event in events(cluster.address, "r")]
             if fault == "stop":
                 os.kill(cluster.shards[0].pid, signal.SIGCONT)
-            wait_until(lambda: all_in_sync(cluster.address, "r"), "backups of all shards", timeout_s=40.0)
+            wait_in_sync(cluster.address, "r")
             report = call(cluster.address, "VerifyRun", coordinator_pb2.VerifyRunRequest(run="r"))
             assert (report.version, list(report.differences), report.unprotected_shards) == (STEPS, [], 0)
         finally:
@@ -128,7 +121,7 @@ def test_backup_replaces_a_shard_whose_update_was_interrupted(
         def disturb(step: int) -> None:
             if step == 2:
                 assert not happened.exists()
-                wait_until(lambda: all_in_sync(cluster.address, "r"), "backups of all shards", timeout_s=40.0)
+                wait_in_sync(cluster.address, "r")
 
         assert train(cluster.address, "r", disturb, backups=1) == undisturbed
         kinds = [event.kind for event in events(cluster.address, "r")]

@@ -17,8 +17,7 @@ from shardwell_server.shard.requests.client_streams import ReceivedStream
 from shardwell_wire.connection import socket_frames
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import CorruptDataError
-from tests.faults.test_backups import all_in_sync
-from tests.support.cluster import events, join_options, wait_until
+from tests.support.cluster import events, join_options, wait_in_sync
 from tests.support.reference import sha256
 
 STEPS = 4
@@ -169,12 +168,12 @@ def test_damaged_optimizer_partitions_are_repeated(pattern: str, address: str, d
 def test_damaged_streams_between_servers_are_repeated(pattern: str, address: str, damage: Damage) -> None:
     def disturb(step: int) -> None:
         if step >= 0:
-            wait_until(lambda: all_in_sync(address, "damaged"), "all backups are in sync")
+            wait_in_sync(address, "damaged")
         if step == (-1 if "state" in pattern else 2):
             damage.arm(pattern)
 
     _, session = train("damaged", disturb, transports="socket", backups=1)
     assert session.step == STEPS
-    wait_until(lambda: all_in_sync(address, "damaged"), "all backups are in sync")
+    wait_in_sync(address, "damaged")
     assert damage.count == 1
     assert not [event for event in events(address, "damaged") if event.kind in ("backups_delayed", "backups_lost")]

@@ -14,8 +14,7 @@ from torch import nn
 
 import shardwell
 from shardwell_wire import fault_points
-from tests.faults.test_backups import all_in_sync
-from tests.support.cluster import events, join_options, wait_until
+from tests.support.cluster import events, join_options, wait_in_sync
 from tests.support.reference import sha256
 
 STEPS, FAULT_AT = 12, 5
@@ -71,7 +70,7 @@ def test_a_new_primary_sends_whole_streams_first(undisturbed: str, backups: int)
         def disturb(step: int) -> None:
             if step == FAULT_AT and not killed:
                 if backups:
-                    wait_until(lambda: all_in_sync(cluster.address, "r"), "backups of all shards", timeout_s=40.0)
+                    wait_in_sync(cluster.address, "r")
                 killed.append(cluster.shards[1].pid)
                 os.kill(cluster.shards[1].pid, signal.SIGKILL)
 

@@ -16,7 +16,7 @@ import shardwell
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import join_options, wait_until
+from tests.support.cluster import join_options, wait_in_sync
 from tests.support.reference import sha256
 
 STEPS, LOST_AT = 6, 2
@@ -56,16 +56,6 @@ def call(address: str, rpc_name: str, request: Any) -> Any:
         return client.call(rpc_name, request, timeout_s=20.0)
 
 
-def in_sync(address: str, run: str) -> bool:
-    """True if every shard of a run has a backup in sync."""
-    units = call(address, "ListUnits", coordinator_pb2.ListUnitsRequest(run=run)).units
-    return all(
-        len([backup for backup in unit.backups if backup.state == coordinator_pb2.BACKUP_STATE_IN_SYNC])
-        >= len(unit.shards)
-        for unit in units
-    )
-
-
 def train(
     cluster: shardwell.LocalCluster,
     at: str,
@@ -99,7 +89,7 @@ def train(
             stack.enter_context(fault_points.armed(at, once, nth=LOST_AT + 1))
         for step in session.steps(STEPS):
             if backups and pending and step.number == LOST_AT:
-                wait_until(lambda: in_sync(cluster.address, run), "backups in sync", timeout_s=30.0)
+                wait_in_sync(cluster.address, run)
             if at == "before batches":
                 once()
             for number, x in enumerate(step.batches(batch)):

@@ -35,8 +35,7 @@ from shardwell_wire import fault_points
 from shardwell_wire.connection.call_frames import CallConnectionError
 from shardwell_wire.errors import CapacityError, ShardwellError
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
-from tests.faults.test_backups import all_in_sync
-from tests.support.cluster import join_options, wait_until
+from tests.support.cluster import join_options, wait_in_sync, wait_until
 from tests.support.reference import sha256
 
 STEPS, DP = 6, 2
@@ -334,7 +333,7 @@ def administer(cluster: Cluster, folder: Path) -> object:
             for step in session.steps(10_000):  # shards move with a commit
                 if step.number == 2:
                     call("SetBackups", coordinator_pb2.SetBackupsRequest(run="gpt", backups=1))
-                    wait_until(lambda: all_in_sync(cluster.address, "gpt"), "backups of all shards", timeout_s=40.0)
+                    wait_in_sync(cluster.address, "gpt")
                 if step.number == STEPS:
                     weights = sha256(shardwell.full_state_dict(model))
                 if step.number >= 2 and not call("DrainServer", drain).shard_count and step.number > STEPS:

@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwell
 from shardwell.transport.service_client import CoordinatorClient
+from shardwell_wire.security.credentials import NO_CREDENTIALS, read_key_file
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -52,11 +53,13 @@ def build_model() -> nn.Sequential:
 
 @contextmanager
 def small_run(address: str, run: str, *, steps: int = 2, **options: Any) -> Iterator[shardwell.Session]:
-    """Yields the session of a run's only trainer after some commits."""
+    """Yields the session of a run's only trainer after some commits. Backups are in sync before the first of them."""
     with shardwell.join(address, run=run, trainer="tester", host="here", **options) as session:
         model = build_model()
         shardwell.fully_shard(model[0], session, name="first")
         shardwell.fully_shard(model, session, name="rest")
+        if backups := options.get("backups"):
+            wait_in_sync(address, run, backups, options.get("token_file"))
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
         for _ in session.steps(steps):
             model(torch.ones(3, 17)).sum().backward()
@@ -71,6 +74,20 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 2
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
+
+
+def wait_in_sync(address: str, run: str, backups: int = 1, token_file: str | None = None) -> None:
+    """Waits until every shard of a run has so many backups in sync and no other copies."""
+    request = coordinator_pb2.ListUnitsRequest(run=run)
+    credentials = NO_CREDENTIALS if token_file is None else read_key_file(token_file)
+    with closing(CoordinatorClient(address, credentials=credentials)) as client:
+
+        def in_sync() -> bool:
+            units = client.call("ListUnits", request, timeout_s=30.0).units
+            states = [backup.state for unit in units for backup in unit.backups]
+            return states == [coordinator_pb2.BACKUP_STATE_IN_SYNC] * backups * sum(len(unit.shards) for unit in units)
+
+        wait_until(in_sync, f"{backups} backups of all shards in sync", timeout_s=60.0)
 
 
 def events(address: str, run: str) -> list[coordinator_pb2.WatchEventsResponse]:

@@ -14,7 +14,7 @@ from typing import Any
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.cluster import wait_until
+from tests.support.cluster import wait_in_sync, wait_until
 from tests.support.long_trainer import Plan
 from tests.support.processes import TrainerProcess
 from tests.support.reference import undisturbed_sha256
@@ -110,14 +110,7 @@ class LongRun:
 
     def wait_in_sync(self) -> None:
         """Waits until every shard has one backup in sync."""
-        request = coordinator_pb2.ListUnitsRequest(run=self.name)
-
-        def in_sync() -> bool:
-            units = self.call("ListUnits", request).units
-            states = [backup.state for unit in units for backup in unit.backups]
-            return states == [coordinator_pb2.BACKUP_STATE_IN_SYNC] * sum(len(unit.shards) for unit in units)
-
-        wait_until(in_sync, "backups of all shards", timeout_s=60.0)
+        wait_in_sync(self.cluster.address, self.name)
 
     def owners(self) -> set[str]:
         """Returns the ids of the servers that serve shards of the run."""
