@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwell_wire.errors import (
@@ -29,6 +28,7 @@ from shardwell_wire.errors import (
     IncompleteStepError,
     InternalError,
     InvalidRequestError,
+    MissingTorchError,
     NonFiniteError,
     NotFoundError,
     ReplicaLostError,
@@ -47,6 +47,7 @@ from shardwell_wire.errors import (
     UsageError,
     VersionGoneError,
     WorldError,
+    import_with_torch,
 )
 from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency, World
 from shardwell_wire.security.tls import TlsOptions
@@ -118,6 +119,7 @@ __all__ = [
     "MemoryOptions",
     "MemoryReport",
     "MemoryStrategy",
+    "MissingTorchError",
     "MixedPrecisionPolicy",
     "ModuleTypePolicy",
     "NoWrapPolicy",
@@ -223,7 +225,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for a public one
         """Imports a public name when it is first used."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = import_module(_MODULES[name])
+        module = import_with_torch(_MODULES[name])
         value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
         globals()[name] = value
         return value

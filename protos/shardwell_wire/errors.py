@@ -29,6 +29,7 @@
     +-- InternalError                  INTERNAL             a defect; the server's log has details
     +-- TlsError                       (client only)        no connection: one end's TLS does not suit the other's
     +-- ReplicaLostError               (client only)        another trainer of this trainer's replica was lost
+    +-- MissingTorchError              (never sent)         PyTorch is not installed (also an ImportError)
     +-- UsageError                     (client only)        a mistake in training code
         +-- FreedParameterError        (client only)        a freed parameter was used
         +-- TiedParameterError         (client only)        one parameter in two units
@@ -39,6 +40,8 @@ and whose metadata is the exception's data. Both ends therefore see the same cla
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
 from typing import Any, ClassVar
 
 import grpc
@@ -218,6 +221,12 @@ class ReplicaLostError(ShardwellError, RuntimeError):
     status = None
 
 
+class MissingTorchError(ShardwellError, ModuleNotFoundError):
+    """PyTorch is not installed. Coordinators and the commands that inspect a cluster do without it."""
+
+    status = None
+
+
 class UsageError(ShardwellError, RuntimeError):
     """A mistake in training code. Raised on the client only, never sent."""
 
@@ -295,6 +304,23 @@ def from_status_details(serialized: bytes, peer: str) -> ShardwellError:
     status = status_pb2.Status.FromString(serialized)
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     return _named(status, status.message) or _unnamed(code, status.message, peer)
+
+
+def import_with_torch(name: str) -> ModuleType:
+    """Imports a module that may need torch.
+
+    Raises:
+        MissingTorchError: The module needs torch, which is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingTorchError(
+            f"{name} needs PyTorch, which is not installed: install the build for this machine, or run "
+            "pip install 'shardwell[train]'"
+        ) from None
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> ShardwellError:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
 
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import ShardwellError, import_with_torch
 
 _COMMANDS = {
     "coordinator": ("shardwell_server.coordinator.command", "add_parser"),
@@ -45,7 +44,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, (module, add_parser) in _COMMANDS.items():
         if only in (None, name):
-            getattr(import_module(module), add_parser)(subparsers)
+            getattr(import_with_torch(module), add_parser)(subparsers)
     return parser
 
 
@@ -53,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
     only = given[0] if given and given[0] in _COMMANDS else None
-    arguments = build_parser(only).parse_args(given)
     try:
+        arguments = build_parser(only).parse_args(given)
         code: int = arguments.handler(arguments)
     except (ShardwellError, ValueError) as error:
-        print(f"shardwell-server {arguments.command}: {error}", file=sys.stderr)
+        print(f"shardwell-server {given[0]}: {error}", file=sys.stderr)
         return 1
     return code

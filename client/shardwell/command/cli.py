@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import version
 
 from shardwell.command import inspect_commands, run_commands, token_command
 from shardwell.command.arguments import INTERRUPTED
 from shardwell.processes import launch
-from shardwell_wire.errors import ShardwellError
+from shardwell_wire.errors import ShardwellError, import_with_torch
 
 _EPILOG = """\
 Train on this machine:             shardwell launch --num-trainers 2 --num-shards 2 train.py
@@ -68,7 +67,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     token_command.add_parser(subparsers)
     for name, (module, add_parser, help_line) in _WITH_TORCH.items():
         if command in (None, name):
-            getattr(import_module(module), add_parser)(subparsers, help_line)
+            getattr(import_with_torch(module), add_parser)(subparsers, help_line)
         else:
             subparsers.add_parser(name, help=help_line)
     return parser
