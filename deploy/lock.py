@@ -1,8 +1,8 @@
 """Renews deploy/locks: the packages of the images, each with its version and its hashes. Run by `make lock`.
 
 uv resolves the dependencies in pyproject.toml under constraints.txt for Linux. The packages are divided over five
-files, because images with a build of torch for CPUs need no CUDA libraries. A package index of such builds has other
-hashes than the public one: `--wheel FILE` adds the hash of a file to those of its package.
+files, because a coordinator needs no torch, and a build of torch for CPUs needs no CUDA libraries. A package index of
+such builds has other hashes than the public one: `--wheel FILE` adds the hash of a file to those of its package.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", action="append", default=[], type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    server, trainer = _resolve(), _resolve("--extra", "demo")
+    server, train, demo = _resolve(), _resolve("--extra", "train"), _resolve("--extra", "demo")
     for wheel in arguments.wheel:
         name = wheel.name.partition("-")[0]
-        server[name] += f" \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
-    cuda = {name: lines for name, lines in server.items() if _CUDA.match(name)}
-    torch = {"torch": server["torch"]}
-    common = {name: lines for name, lines in server.items() if name not in cuda | torch}
-    demo = {name: lines for name, lines in trainer.items() if name not in server}
+        train[name] += f" \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+    torch = {name: lines for name, lines in train.items() if name not in server}
+    cuda = {name: torch.pop(name) for name in list(torch) if _CUDA.match(name)}
+    trainer = {name: lines for name, lines in demo.items() if name not in train}
     grpcurl = {name: lines for name, lines in _resolve("--extra", "grpcurl").items() if name not in server}
     _LOCKS.mkdir(exist_ok=True)
-    files = {"torch": torch, "cuda": cuda, "server": common, "trainer": demo, "grpcurl": grpcurl}
+    files = {"torch": torch, "cuda": cuda, "server": server, "trainer": trainer, "grpcurl": grpcurl}
     for file, locks in files.items():
         (_LOCKS / f"{file}.txt").write_text(_HEADER + "".join(f"{lines}\n" for _, lines in sorted(locks.items())))
 
