@@ -16,6 +16,10 @@ PROTOS_INSTALLED := $(PROTOS_VENV)/.installed
 PROTOS_TOOLS := grpcio-tools==1.65.5 mypy-protobuf==3.6.0
 BUF := @bufbuild/buf@1.75.0
 PROTOBUF_MAJORS := 5 6 7
+PACKAGE_VENV := .venv-package
+PACKAGE_INSTALLED := $(PACKAGE_VENV)/.installed
+PACKAGE_TOOLS := build==1.6.1 twine==7.0.0
+PACKAGE_PYTHONS ?= python3.11 python3.12 python3.13
 LOCK_VENV := .venv-lock
 LOCK_INSTALLED := $(LOCK_VENV)/.installed
 LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
@@ -26,7 +30,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean
+.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +97,25 @@ test-protobuf:  ## Load the stubs with every supported major version of protobuf
 	    PYTHONPATH=protos $$venv/bin/python -W error tests/support/load_stubs.py || exit 1; \
 	done
 
+$(PACKAGE_INSTALLED): Makefile
+	@$(PYTHON) -m venv $(PACKAGE_VENV)
+	@$(PACKAGE_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) $(PACKAGE_TOOLS)
+	@touch $@
+
+test-package: $(PACKAGE_INSTALLED)  ## Build the package, and test it without torch on every Python of PACKAGE_PYTHONS (3 minutes)
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf $$folder' EXIT; \
+	$(PACKAGE_VENV)/bin/python -m build --outdir $$folder/dist . > $$folder/log || { cat $$folder/log; exit 1; }; \
+	$(PACKAGE_VENV)/bin/python -m twine check --strict $$folder/dist/*; \
+	tar -xzf $$folder/dist/*.tar.gz -C $$folder; \
+	for python in $(PACKAGE_PYTHONS); do \
+	    $$python --version || { echo "$$python does not run: PACKAGE_PYTHONS names those to test"; exit 1; }; \
+	    venv=$$folder/$$(basename $$python); $$python -m venv $$venv; \
+	    $$venv/bin/python -m pip install --quiet $(PIP_OPTIONS) $$folder/dist/*.whl pytest; \
+	    $$venv/bin/python -m pip check; \
+	    (cd $$folder/shardwell-*/ && $$venv/bin/python -m pytest -q -c /dev/null --rootdir . -p no:cacheprovider \
+	        --noconftest tests/integration/test_without_torch.py); \
+	done
+
 $(BENCH_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[bench]' && touch $@ || \
 	    echo "the extra 'bench' cannot be installed: the results mark the rows that need it as failed"
@@ -150,5 +173,5 @@ fuzz: install  ## Send 10^6 random messages to every rpc, beside a run whose wei
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_OPTIONS)
 
 clean:  ## Remove all generated files
-	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) $(PACKAGE_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,8 @@
 
 ``reach`` marks a point in the code. It does nothing unless a test armed the point: in this process with ``armed``, or
 in a child process with the environment variable ``SHARDWELL_TEST_FAULTS``, which ``environment`` writes and this module
-reads when it is imported. A point that is not armed costs one test of an empty dictionary.
+reads when it is imported. The variable has no effect on an installed package, such as that of the images: only a source
+tree with the tests reads it. A point that is not armed costs one test of an empty dictionary.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shardwell_wire import errors
@@ -23,6 +25,8 @@ from shardwell_wire import errors
 logger = logging.getLogger(__name__)
 
 VARIABLE = "SHARDWELL_TEST_FAULTS"
+_TESTS = Path(__file__).parents[2] / "tests" / "faults"
+"""Exists in a source tree only."""
 
 POINTS: Mapping[str, str] = {
     "coordinator.placement.before_record": "servers reserved memory for a unit, and it is not durable yet (run, unit)",
@@ -251,7 +255,11 @@ def _error_class(name: str) -> type[errors.ShardwellError]:
 def arm_from_environment() -> None:
     """Arms exactly the faults in this process's environment. Called at import, and in a process that was forked."""
     armed_points.clear()
-    for fields in json.loads(os.environ.get(VARIABLE, "[]")):
+    given = os.environ.get(VARIABLE, "[]")
+    if given != "[]" and not _TESTS.is_dir():
+        logger.warning("%s is ignored: only a source tree with the tests arms fault points", VARIABLE)
+        return
+    for fields in json.loads(given):
         fault = Fault(**fields)
         armed_points[fault.point] = (
             *armed_points.get(fault.point, ()),

@@ -18,7 +18,7 @@ PROTOS = sorted((Path(__file__).parents[2] / "protos/shardwell_wire/v1").glob("*
 NAMES = """
     AccessError CapacityError ChunkError ClientSide ConflictError CorruptDataError CustomPolicy DeadlineError
     DuplicateError FlatClientSide FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError
-    InvalidRequestError ReplicaLostError LocalCluster MixedPrecisionPolicy RunDeletedError amp
+    InvalidRequestError ReplicaLostError LocalCluster MissingTorchError MixedPrecisionPolicy RunDeletedError amp
     ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
     SizePolicy StaleEpochError Step StepRestartedError StepStateError TiedParameterError TooManyRequestsError
     UnauthenticatedError
