@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import shardwell
 from shardwell.command.cli import main
-from tests.support.cluster import small_run, wait_until
+from tests.support.cluster import build_model, small_run, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +150,31 @@ def test_deleting_a_live_run_needs_force(
         assert run_name in capsys.readouterr().err
         assert f"deleted run '{run_name}'" in show("delete-run", run_name, "--force")
     assert run_name not in show("runs")
+
+
+def test_report_command_shows_where_the_time_goes(show, cluster: shardwell.LocalCluster) -> None:
+    with shardwell.join(cluster.address, run="reported", trainer="tester") as session:
+        model = build_model()
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
+        assert "no step is measured yet" in show("report", "reported")
+        for step in session.steps(6):
+            for inputs in step.batches(lambda *_: torch.ones(3, 17)):
+                loss = model(inputs).sum()
+                loss.backward()
+                step.log(loss=step.number)
+                session.count(tokens=3)
+                time.sleep(0.02)
+            optimizer.step()
+            optimizer.zero_grad()
+        wait_until(lambda: "no step is measured" not in show("report", "reported"), "a heartbeat with a report")
+        answer = json.loads(show("report", "reported", "--json", "--logged", "2"))
+        output = show("report", "reported", "--logged", "2")
+    (trainer,) = answer["trainers"]
+    report = trainer["report"]
+    assert report["step_s"] == pytest.approx(sum(report["part_s"].values()))
+    assert report["part_s"]["compute"] > 0.02 and answer["tokens_per_s"] == report["tokens_per_s"] > 0
+    assert [each["means"] for each in answer["logged"]] == [{"loss": 4.0}, {"loss": 5.0}]
+    assert re.search(r"^step 6, \S+ m?s from commit to commit, [\d.]+ tokens/s$", output, re.MULTILINE)
+    assert re.search(r"^tester +0 +1 to \d .*compute \d+%", output, re.MULTILINE)
+    assert output.endswith("step 4: loss 4\nstep 5: loss 5\n")

@@ -18,6 +18,7 @@ Train on a cluster:                shardwell launch --coordinator HOST:PORT --ru
 How much memory does a run need?   shardwell plan MODEL --dp 8 --servers 4 --bandwidth 10gbit
 Inspect a cluster:                 shardwell runs; shardwell run NAME; shardwell servers
 Why does a run not progress?       shardwell stall NAME
+Why are its steps slow?            shardwell report NAME
 Read a weight during training:     shardwell peek NAME blocks.0.mlp.0.weight
 Export weights during training:    shardwell export NAME FOLDER
 Which checkpoints are there?       shardwell checkpoints DIR; shardwell verify DIR

@@ -113,6 +113,11 @@ def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Non
     _show(arguments, coordinator.call("DescribeWorld", request, timeout_s=arguments.timeout), tables.world)
 
 
+def _report(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    request = coordinator_pb2.DescribePerformanceRequest(run=arguments.run, logged_count=arguments.logged)
+    _show(arguments, coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), tables.report)
+
+
 def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
     request = coordinator_pb2.WatchEventsRequest(run=arguments.run or "", duration_s=arguments.duration)
     console = Console(soft_wrap=True, highlight=False)
@@ -257,6 +262,10 @@ _WORLD = (
     _argument("--order", default="dp,tp,pp", help="axes of the hypothetical world, slowest first (default: dp,tp,pp)"),
     _argument("--num-layers", type=int, default=0, metavar="N", help="layers to split over the stages"),
 )
+_REPORT = (
+    _RUN,
+    _argument("--logged", type=int, default=5, metavar="N", help="steps whose logged numbers to show (default: 5)"),
+)
 _EVENTS = (
     _argument("--run", metavar="RUN", help="show events of this run only (default: of all runs and servers)"),
     _argument("--duration", type=float, default=0.0, metavar="S", help="stop after S seconds (default: at Ctrl-C)"),
@@ -313,6 +322,13 @@ _COMMANDS = (
         "shardwell stall gpt",
         _shows("ExplainStall", coordinator_pb2.ExplainStallRequest, tables.stall),
         (_RUN,),
+    ),
+    _Command(
+        "report",
+        "show where the time of each trainer's steps goes, and what to do about it",
+        "shardwell report gpt",
+        _report,
+        _REPORT,
     ),
     _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _EVENTS),
     _Command(

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.tables import division_tables, format_size, listing_table
+from shardwell.tables import division_tables, format_seconds, format_size, listing_table
 from shardwell_wire.model.topology import AXES, AXIS_NAMES, CONTEXT_AXES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -311,6 +311,41 @@ def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
     head = f"step {response.step}: {response.phase}, for {duration(response.phase_s)}"
     lines = [f"  - {reason}" for reason in response.waiting_for] or ["  not waiting for anything"]
     return "\n".join([head, *lines])
+
+
+_SHOWN_SHARE = 0.01
+"""Parts of a step that take less are left out."""
+
+
+def report(response: coordinator_pb2.DescribePerformanceResponse) -> RenderableType:
+    """Renders ``shardwell report``."""
+    interval_s = response.commit_interval_s
+    rates = ((response.tokens_per_s, "tokens/s"), (response.samples_per_s, "samples/s"))
+    head = [f"step {response.committed_step}"]
+    head += [f"{format_seconds(interval_s)} from commit to commit"] if interval_s else []
+    head += [f"{rate:,.1f} {what}" for rate, what in rates if rate]
+    table = listing_table("TRAINER", "RANKS", "STEPS", "PER STEP", "SHARES OF THE TIME")
+    for trainer in response.trainers:
+        table.add_row(trainer.trainer, _ranks(trainer.global_ranks) or "spare", *_steps_cells(trainer.report))
+    advice: list[RenderableType] = [
+        Text.assemble((f"{trainer.trainer}: {each.severity}: ", "bold"), f"{each.finding}. {each.advice}")
+        for trainer in response.trainers
+        for each in trainer.report.bottlenecks
+    ]
+    logged = [
+        f"step {at.step}: " + ", ".join(f"{name} {value:.6g}" for name, value in sorted(at.means.items()))
+        for at in response.logged
+    ]
+    return Group(", ".join(head), table, *(["", *advice] if advice else []), *(["", *logged] if logged else []))
+
+
+def _steps_cells(steps: coordinator_pb2.StepReport) -> tuple[str, str, str]:
+    """Returns the steps of a trainer's report, their duration, and the shares of the parts, the largest first."""
+    if not steps.step_s:
+        return "-", "-", "no step is measured yet"
+    shares = sorted(((seconds / steps.step_s, part) for part, seconds in steps.part_s.items()), reverse=True)
+    shown = ", ".join(f"{part.replace('_', ' ')} {share:.0%}" for share, part in shares if share >= _SHOWN_SHARE)
+    return f"{steps.first_step} to {steps.last_step}", format_seconds(steps.step_s), shown
 
 
 def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:

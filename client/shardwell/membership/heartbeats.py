@@ -166,6 +166,8 @@ class TrainerReports:
     """The work item that the trainer computes."""
     device: coordinator_pb2.TrainerDevice | None = None
     """The device that the trainer has chosen."""
+    report: coordinator_pb2.StepReport | None = None
+    """Where the time of the last steps went. None: no step is measured."""
     ended_step: int | None = None
     """Number of committed steps at which the training loop has ended. None: it has not ended."""
 
@@ -210,6 +212,8 @@ class Heartbeats:
             request.item_in_progress.CopyFrom(item.to_proto())
         if (device := self._reports.device) is not None:
             request.device.CopyFrom(device)
+        if (report := self._reports.report) is not None:
+            request.report.CopyFrom(report)
         if (ended_step := self._reports.ended_step) is not None:
             request.ended_step = ended_step
         response: coordinator_pb2.HeartbeatResponse = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)

@@ -20,6 +20,7 @@ from rich.text import Text
 from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
 from shardwell.tables import format_seconds, format_size, report_table, report_text
 from shardwell.transport.base import ROUTES, RouteTotals
+from shardwell_wire.v1 import coordinator_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,20 @@ class PerformanceReport:
                 for step in self.steps
             ],
         }
+
+    def to_proto(self) -> coordinator_pb2.StepReport:
+        """Returns what heartbeats carry of the report, which needs at least one step."""
+        return coordinator_pb2.StepReport(
+            first_step=self.steps[0].step,
+            last_step=self.steps[-1].step,
+            step_s=self.step_s,
+            part_s={part.value: seconds for part, seconds in self.parts.items() if seconds},
+            tokens_per_s=self.tokens_per_s,
+            samples_per_s=self.samples_per_s,
+            model_bytes=self.model_bytes,
+            peak_gathered_bytes=self.peak_gathered_bytes,
+            bottlenecks=[bottleneck.to_proto() for bottleneck in self.bottlenecks],
+        )
 
     def __rich__(self) -> RenderableType:
         if not self.steps:
@@ -277,6 +292,15 @@ class Bottleneck:
 
     def __str__(self) -> str:
         return f"{self.severity.name.lower()}: {self.finding}. {self.advice}"
+
+    def to_proto(self) -> coordinator_pb2.StepBottleneck:
+        return coordinator_pb2.StepBottleneck(
+            kind=self.kind,
+            severity=self.severity.name.lower(),
+            share=self.share,
+            finding=self.finding,
+            advice=self.advice,
+        )
 
 
 def find_bottlenecks(steps: Sequence[StepTimes], setup: MonitoredSetup) -> tuple[Bottleneck, ...]:

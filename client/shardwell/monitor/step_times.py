@@ -60,6 +60,9 @@ class MonitoredSetup:
         return max(self.unit_bytes, default=0)
 
 
+REPORTED_STEPS, REPORT_EVERY_S = 32, 2.0
+"""Most steps in the reports that heartbeats carry, and the shortest time between two of them."""
+
 MAX_STEPS = 1024
 """Steps that the monitor remembers. A step takes about 3 KiB."""
 
@@ -199,6 +202,7 @@ class StepMonitor:
         self._added: dict[StepPart, float] = {}
         self._began_work = False
         self._tokens = self._samples = 0
+        self._reported_s = 0.0
 
     def steps(self, last: int) -> tuple[StepTimes, ...]:
         """Returns the last measured steps, oldest first."""
@@ -233,7 +237,7 @@ class StepMonitor:
 
     def end_step(
         self, step: int, facts: CommitFacts, sample: CounterSample, gather_waits: Sequence[tuple[float, float]]
-    ) -> None:
+    ) -> bool:
         """Called when a step is committed. Starts the next one.
 
         Args:
@@ -241,6 +245,9 @@ class StepMonitor:
             facts: What the coordinator says about it.
             sample: The counters now.
             gather_waits: Start and end of each gather wait since the last call, by ``time.perf_counter``.
+
+        Returns:
+            Whether the heartbeats need a new report.
         """
         now, started_s, before = time.perf_counter(), self._started_s, self._before
         if started_s is not None and before is not None:
@@ -265,6 +272,10 @@ class StepMonitor:
         self._started_s, self._before = now, sample
         self._added, self._began_work = {}, False
         self._tokens = self._samples = 0
+        if not self._steps or now - self._reported_s < REPORT_EVERY_S:
+            return False
+        self._reported_s = now
+        return True
 
     def _times(self, measured: _MeasuredStep) -> StepTimes:
         before, after = measured.before, measured.after

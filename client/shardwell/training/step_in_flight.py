@@ -341,7 +341,9 @@ class StepInFlight:
             self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
         traffic = self._store.traffic
         gather_waits, traffic.gather_waits = traffic.gather_waits, []
-        self.monitor.end_step(step, self._committer.take_facts(response), self._training.sample(), gather_waits)
+        facts = self._committer.take_facts(response)
+        if self.monitor.end_step(step, facts, self._training.sample(), gather_waits):
+            self._training.report_to_coordinator()
 
     def _require_work(self, optimizer: common_pb2.OptimizerStep) -> None:
         """Raises UsageError if nothing was computed in the step of a plain loop."""

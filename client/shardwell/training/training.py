@@ -23,7 +23,8 @@ from shardwell.membership.membership import Membership
 from shardwell.module.new_units import GridPlace
 from shardwell.module.strategy import BackwardPrefetch
 from shardwell.module.units import Units
-from shardwell.monitor.step_times import CounterSample, MonitoredSetup, StepMonitor
+from shardwell.monitor.report import make_report
+from shardwell.monitor.step_times import REPORTED_STEPS, CounterSample, MonitoredSetup, StepMonitor
 from shardwell.options import TransferOptions
 from shardwell.seeds import derive_seed
 from shardwell.step.step_commit import StepCommitter
@@ -110,6 +111,11 @@ class Training:
             **traffic.routes.as_dict(),
         }
         return CounterSample(stats, self.store.moved_bytes(), memory.take_recent_peak())
+
+    def report_to_coordinator(self) -> None:
+        """Gives the heartbeats a report of the last steps. In the training thread, which owns the GPU's context."""
+        report = make_report(self.monitor.steps(REPORTED_STEPS), self.describe_setup())
+        self.membership.reports.report = report.to_proto()
 
     def describe_setup(self) -> MonitoredSetup:
         """Returns the options and sizes that advice depends on, as they are now."""

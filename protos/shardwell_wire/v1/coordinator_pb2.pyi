@@ -1197,6 +1197,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     ITEM_IN_PROGRESS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     ENDED_STEP_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -1225,6 +1226,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def device(self) -> global___TrainerDevice:
         """The device that the trainer computes on. Unset: it has chosen none."""
 
+    @property
+    def report(self) -> global___StepReport:
+        """Where the time of the trainer's last steps went. Unset: no step is measured yet."""
+
     def __init__(
         self,
         *,
@@ -1237,17 +1242,124 @@ class HeartbeatRequest(google.protobuf.message.Message):
         item_in_progress: global___ItemInProgress | None = ...,
         device: global___TrainerDevice | None = ...,
         ended_step: builtins.int | None = ...,
+        report: global___StepReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "device", b"device", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "device", b"device", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "report", b"report", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device", b"_device"]) -> typing.Literal["device"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ended_step", b"_ended_step"]) -> typing.Literal["ended_step"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_item_in_progress", b"_item_in_progress"]) -> typing.Literal["item_in_progress"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_report", b"_report"]) -> typing.Literal["report"] | None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
+
+@typing.final
+class StepReport(google.protobuf.message.Message):
+    """Where the time of a trainer's last steps went. Times are seconds of the training thread, as means per step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class PartSEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    FIRST_STEP_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    PART_S_FIELD_NUMBER: builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    SAMPLES_PER_S_FIELD_NUMBER: builtins.int
+    MODEL_BYTES_FIELD_NUMBER: builtins.int
+    PEAK_GATHERED_BYTES_FIELD_NUMBER: builtins.int
+    BOTTLENECKS_FIELD_NUMBER: builtins.int
+    first_step: builtins.int
+    """The first measured step."""
+    last_step: builtins.int
+    """The last measured step."""
+    step_s: builtins.float
+    """Duration of a step."""
+    tokens_per_s: builtins.float
+    """Tokens per second that the trainer has counted. 0: it counts none."""
+    samples_per_s: builtins.float
+    """Samples per second that the trainer has counted. 0: it counts none."""
+    model_bytes: builtins.int
+    """Size of all weights."""
+    peak_gathered_bytes: builtins.int
+    """Maximum of the memory that gathered weights took."""
+    @property
+    def part_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Duration of each part, by the names of shardwell.StepPart. They add up to step_s. Parts of 0 s are left out."""
+
+    @property
+    def bottlenecks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepBottleneck]:
+        """What slows the steps down, the most severe first."""
+
+    def __init__(
+        self,
+        *,
+        first_step: builtins.int = ...,
+        last_step: builtins.int = ...,
+        step_s: builtins.float = ...,
+        part_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        tokens_per_s: builtins.float = ...,
+        samples_per_s: builtins.float = ...,
+        model_bytes: builtins.int = ...,
+        peak_gathered_bytes: builtins.int = ...,
+        bottlenecks: collections.abc.Iterable[global___StepBottleneck] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bottlenecks", b"bottlenecks", "first_step", b"first_step", "last_step", b"last_step", "model_bytes", b"model_bytes", "part_s", b"part_s", "peak_gathered_bytes", b"peak_gathered_bytes", "samples_per_s", b"samples_per_s", "step_s", b"step_s", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+
+global___StepReport = StepReport
+
+@typing.final
+class StepBottleneck(google.protobuf.message.Message):
+    """One thing that slows the steps of a trainer down, or takes too much memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    SEVERITY_FIELD_NUMBER: builtins.int
+    SHARE_FIELD_NUMBER: builtins.int
+    FINDING_FIELD_NUMBER: builtins.int
+    ADVICE_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """The part that takes the time, or "straggler" or "memory"."""
+    severity: builtins.str
+    """"low", "medium", "high" or "critical"."""
+    share: builtins.float
+    """Share of the steps' time, or of the available memory, from 0 to 1."""
+    finding: builtins.str
+    """What was measured."""
+    advice: builtins.str
+    """What to do about it."""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        severity: builtins.str = ...,
+        share: builtins.float = ...,
+        finding: builtins.str = ...,
+        advice: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advice", b"advice", "finding", b"finding", "kind", b"kind", "severity", b"severity", "share", b"share"]) -> None: ...
+
+global___StepBottleneck = StepBottleneck
 
 @typing.final
 class TrainerDevice(google.protobuf.message.Message):
@@ -4175,6 +4287,144 @@ class ExplainStallResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["phase", b"phase", "phase_s", b"phase_s", "step", b"step", "waiting_for", b"waiting_for"]) -> None: ...
 
 global___ExplainStallResponse = ExplainStallResponse
+
+@typing.final
+class DescribePerformanceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    LOGGED_COUNT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    logged_count: builtins.int
+    """Most steps in `logged`. The coordinator remembers 1000 since it started."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        logged_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logged_count", b"logged_count", "run", b"run"]) -> None: ...
+
+global___DescribePerformanceRequest = DescribePerformanceRequest
+
+@typing.final
+class DescribePerformanceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMMITTED_STEP_FIELD_NUMBER: builtins.int
+    COMMIT_INTERVAL_S_FIELD_NUMBER: builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    SAMPLES_PER_S_FIELD_NUMBER: builtins.int
+    TRAINERS_FIELD_NUMBER: builtins.int
+    LOGGED_FIELD_NUMBER: builtins.int
+    committed_step: builtins.int
+    """Number of committed steps."""
+    commit_interval_s: builtins.float
+    """Seconds between the newest commits, as a mean. 0: fewer than two are known."""
+    tokens_per_s: builtins.float
+    """Tokens per second of all trainers. Members of a replica count the same tokens, which are added once."""
+    samples_per_s: builtins.float
+    """Samples per second of all trainers."""
+    @property
+    def trainers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainerPerformance]:
+        """The live trainers."""
+
+    @property
+    def logged(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LoggedStep]:
+        """The newest steps with numbers of step.log, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        committed_step: builtins.int = ...,
+        commit_interval_s: builtins.float = ...,
+        tokens_per_s: builtins.float = ...,
+        samples_per_s: builtins.float = ...,
+        trainers: collections.abc.Iterable[global___TrainerPerformance] | None = ...,
+        logged: collections.abc.Iterable[global___LoggedStep] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commit_interval_s", b"commit_interval_s", "committed_step", b"committed_step", "logged", b"logged", "samples_per_s", b"samples_per_s", "tokens_per_s", b"tokens_per_s", "trainers", b"trainers"]) -> None: ...
+
+global___DescribePerformanceResponse = DescribePerformanceResponse
+
+@typing.final
+class TrainerPerformance(google.protobuf.message.Message):
+    """The performance of one trainer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAINER_FIELD_NUMBER: builtins.int
+    GLOBAL_RANKS_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    trainer: builtins.str
+    """Name of the trainer."""
+    @property
+    def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Logical ranks that are assigned to the trainer."""
+
+    @property
+    def report(self) -> global___StepReport:
+        """The newest report of its heartbeats. Unset: it has measured no step."""
+
+    def __init__(
+        self,
+        *,
+        trainer: builtins.str = ...,
+        global_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        report: global___StepReport | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["global_ranks", b"global_ranks", "report", b"report", "trainer", b"trainer"]) -> None: ...
+
+global___TrainerPerformance = TrainerPerformance
+
+@typing.final
+class LoggedStep(google.protobuf.message.Message):
+    """What training scripts have logged in one step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MeansEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    STEP_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    MEANS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the step."""
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the step was committed."""
+
+    @property
+    def means(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Means over the data ranks, by name."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        means: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["means", b"means", "step", b"step", "time", b"time"]) -> None: ...
+
+global___LoggedStep = LoggedStep
 
 @typing.final
 class WatchEventsRequest(google.protobuf.message.Message):

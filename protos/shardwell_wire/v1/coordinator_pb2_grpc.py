@@ -232,6 +232,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallResponse.FromString,
                 _registered_method=True)
+        self.DescribePerformance = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/DescribePerformance',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribePerformanceRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribePerformanceResponse.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/shardwell_wire.v1.CoordinatorService/WatchEvents',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.WatchEventsRequest.SerializeToString,
@@ -596,6 +601,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribePerformance(self, request, context):
+        """Inspection: what the trainers of a run report about their last steps, and the numbers that the scripts have logged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Inspection: streams the last few events, and then new events as they happen.
         """
@@ -790,6 +802,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ExplainStall,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallResponse.SerializeToString,
+            ),
+            'DescribePerformance': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribePerformance,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribePerformanceRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribePerformanceResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -1804,6 +1821,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/ExplainStall',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ExplainStallResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribePerformance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/DescribePerformance',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DescribePerformanceRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DescribePerformanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,7 +32,9 @@ PLACES = {
     "Heartbeat": {
         "address": "compared with addresses of servers and shown, at most 300 characters",
         "corrupt_count": "only shown in an event",
+        **dict.fromkeys(("model_bytes", "peak_gathered_bytes"), "numbers that are only shown"),
     },
+    "DescribePerformance": {"logged_count": "at most the steps that are kept"},
     "ExchangeAddress": {"address": "check_name; given to trainers of the same run"},
     "RegisterServer": {"address": "from servers only", "budget_bytes": "from servers only"},
     "HeartbeatServer": dict.fromkeys(("reserved_bytes", "used_bytes", "replicated_bytes"), "from servers only"),
@@ -78,6 +80,7 @@ OTHER_TEXTS = {
     "stream": "the bytes of a part, or the name of a random stream",
     "value": "KeyValueStore: at most 8 MiB; tracked state: the message",
     **dict.fromkeys(("class_name", "first_layer", "kind", "last_layer", "model", "part", "style"), "only shown"),
+    **dict.fromkeys(("advice", "finding", "severity"), "check_step_report: shown, at most 1000 printable characters"),
     **dict.fromkeys(("name", "operation", "phase", "schedule"), "a name that is shown or compared"),
     **dict.fromkeys(("run_ids", "target_server_id"), "names of runs and servers"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 
@@ -158,6 +159,40 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
         optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
         checkpoints=_summarize_checkpoints(run),
     )
+
+
+def describe_performance(run: Run, logged_count: int) -> coordinator_pb2.DescribePerformanceResponse:
+    """Describes the last steps of a run, as its live trainers report them.
+
+    Args:
+        run: The run.
+        logged_count: Most steps with logged numbers.
+    """
+    world, commits = run.settings.world, run.commits
+    live = [member for member in run.members if member.live]
+    ranks = {member.name: run.owners.ranks_of(member.name) for member in live}
+    first = [each for each in live if any(_is_first(world.coordinates(rank)) for rank in ranks[each.name])]
+    reports = [member.report for member in first if member.report is not None]
+    times = [record.time for record in commits.records]
+    return coordinator_pb2.DescribePerformanceResponse(
+        committed_step=run.committed_step,
+        commit_interval_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
+        tokens_per_s=sum(report.tokens_per_s for report in reports),
+        samples_per_s=sum(report.samples_per_s for report in reports),
+        trainers=[
+            coordinator_pb2.TrainerPerformance(trainer=each.name, global_ranks=ranks[each.name], report=each.report)
+            for each in live
+        ],
+        logged=[
+            coordinator_pb2.LoggedStep(step=at.step, time=timestamp(at.time), means=json.loads(at.means))
+            for at in list(commits.logged)[max(0, len(commits.logged) - logged_count) :]
+        ],
+    )
+
+
+def _is_first(at: Coordinates) -> bool:
+    """True for the rank of a replica that counts its tokens. The others count the same."""
+    return not (at.tp_rank or at.pp_rank or at.cp_rank)
 
 
 def _summarize_checkpoints(run: Run) -> coordinator_pb2.CheckpointSummary:

@@ -165,6 +165,8 @@ class Member:
     behind: bool = False
     """True until the trainer asks for work of the step in flight: it joined late and builds its model, or it computes
     an item in vain that another trainer has finished. Other trainers compute its ranks' items meanwhile."""
+    report: coordinator_pb2.StepReport | None = None
+    """Where the time of the last steps went, as in the last heartbeat. None: no step is measured."""
     device: TrainerDevice | None = None
     """The device in the last heartbeat."""
     error: str = ""

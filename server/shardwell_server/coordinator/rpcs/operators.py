@@ -241,6 +241,11 @@ class InspectionRpcs(CoordinatorRpcs):
             step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
         )
 
+    async def DescribePerformance(
+        self, request: coordinator_pb2.DescribePerformanceRequest, call: Call
+    ) -> coordinator_pb2.DescribePerformanceResponse:
+        return describe.describe_performance(self._state.require_run(request.run), request.logged_count)
+
     async def WatchEvents(
         self, request: coordinator_pb2.WatchEventsRequest, call: Call
     ) -> AsyncIterator[coordinator_pb2.WatchEventsResponse]:

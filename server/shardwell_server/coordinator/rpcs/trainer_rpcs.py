@@ -12,7 +12,7 @@ from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, 
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.shard_servers import check_recoverable
 from shardwell_server.coordinator.settings import RunSettings
-from shardwell_server.coordinator.steps.reports import check_plan, require_same_plan
+from shardwell_server.coordinator.steps.reports import check_plan, check_step_report, require_same_plan
 from shardwell_server.serving.rpc import Call
 from shardwell_wire.connection.protocol_versions import negotiate
 from shardwell_wire.model.layout import UnitLayout
@@ -96,7 +96,10 @@ class TrainerRpcs(CoordinatorRpcs):
         run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
         device = TrainerDevice.from_proto(request.device) if request.HasField("device") else None
         member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)
+        check_step_report(request.report)
         with member.serving_rpc(self._state.clock):
+            if request.HasField("report"):
+                member.report = request.report
             for transport in member.note_connections(transports, request.unreachable, self._state.clock()):
                 self._coordinator.trainers.report_corrupt(run, member, transport)
             if member.note_in_progress(_in_progress(request, self._state.clock())) and run.members.waiting_for_work:

@@ -19,6 +19,9 @@ from shardwell_server.optimizer_checks import units_that_count
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
+KEPT_LOGGED = 1000
+"""Steps whose logged numbers are kept in memory for inspection."""
+
 
 @dataclass(slots=True)
 class PendingUpdate:
@@ -48,6 +51,8 @@ class CommittedSteps:
     def __init__(self) -> None:
         self.records: deque[CommitRecord] = deque(maxlen=KEPT_COMMITS)
         """The most recent commit records, oldest first."""
+        self.logged: deque[CommitRecord] = deque(maxlen=KEPT_LOGGED)
+        """The most recent commit records with numbers of training scripts, oldest first."""
         self.state: coordinator_pb2.RunState | None = None
         """Tracked objects and buffer versions. None before the first commit that stores any."""
         self.pending_updates: dict[str, PendingUpdate] = {}
@@ -98,6 +103,7 @@ class CommittedSteps:
             now: Clock time.
         """
         self.records.extend(records)
+        self.logged.extend(record for record in records if record.means)
         if state is not None:
             self.state = coordinator_pb2.RunState.FromString(state)
         if records:
@@ -107,6 +113,8 @@ class CommittedSteps:
         """Replaces everything, because the run was loaded from a checkpoint. Nothing is to be updated."""
         self.records.clear()
         self.records.extend(records)
+        while self.logged and self.logged[-1].step >= self.count:  # it was rolled back to an earlier step
+            self.logged.pop()
         self.state = state
         self.pending_updates = {}
 
@@ -127,6 +135,8 @@ class CommittedSteps:
     ) -> None:
         """Adds a durable commit record, whose update is now pending on every server."""
         self.records.append(record)
+        if record.means:
+            self.logged.append(record)
         self.state = state
         self._expect_updates(record, servers, now)
 

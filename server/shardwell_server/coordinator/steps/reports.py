@@ -8,6 +8,7 @@ not finished then, unless its trainers allow differences.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -242,6 +243,28 @@ def _message(item: WorkItem, step: int, unit: Unit, place: tuple[int, int], line
         "sequence, as plan_tensor_parallel does. If only rounding can differ, because the hardware differs or a kernel "
         "is not deterministic, pass join(allow_gradient_differences=True): the gradient of rank 0 counts then"
     )
+
+
+_MAX_PARTS, _MAX_BOTTLENECKS, _MAX_ADVICE = 32, 32, 1000
+"""Limits of a report of a trainer's steps: entries, and characters of each text."""
+
+
+def check_step_report(report: coordinator_pb2.StepReport) -> None:
+    """Raises InvalidRequestError if a trainer's report of its steps is too large, or has an impossible value."""
+    if len(report.part_s) > _MAX_PARTS or len(report.bottlenecks) > _MAX_BOTTLENECKS:
+        raise InvalidRequestError(
+            f"the report has {len(report.part_s)} parts and {len(report.bottlenecks)} bottlenecks: expected at most "
+            f"{_MAX_PARTS} and {_MAX_BOTTLENECKS}"
+        )
+    numbers = (report.step_s, report.tokens_per_s, report.samples_per_s, *report.part_s.values())
+    if not all(0 <= number < math.inf for number in (*numbers, *(each.share for each in report.bottlenecks))):
+        raise InvalidRequestError("the report has a number that is negative or not finite")
+    texts = [text for each in report.bottlenecks for text in (each.kind, each.severity, each.finding, each.advice)]
+    for text in (*report.part_s, *texts):
+        if len(text) > _MAX_ADVICE or not text.isprintable():
+            raise InvalidRequestError(
+                f"the report has the text {text[:_MAX_ADVICE]!r}: expected at most {_MAX_ADVICE} printable characters"
+            )
 
 
 def mean_scalars(items: Mapping[int, WorkItem], world: World) -> dict[str, float]:
