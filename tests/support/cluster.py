@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import shardwell
+from shardwell.find_credentials import find_credentials
 from shardwell.transport.service_client import CoordinatorClient
-from shardwell_wire.security.credentials import NO_CREDENTIALS, read_key_file
 from shardwell_wire.v1 import coordinator_pb2
 
 
@@ -79,8 +79,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 2
 def wait_in_sync(address: str, run: str, backups: int = 1, token_file: str | None = None) -> None:
     """Waits until every shard of a run has so many backups in sync and no other copies."""
     request = coordinator_pb2.ListUnitsRequest(run=run)
-    credentials = NO_CREDENTIALS if token_file is None else read_key_file(token_file)
-    with closing(CoordinatorClient(address, credentials=credentials)) as client:
+    with closing(CoordinatorClient(address, find_credentials(address, token_file))) as client:
 
         def in_sync() -> bool:
             units = client.call("ListUnits", request, timeout_s=30.0).units

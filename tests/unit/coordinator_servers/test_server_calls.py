@@ -53,6 +53,28 @@ async def test_calls_in_flight_end_when_their_server_is_gone(cluster: Harness) -
     assert not servers._in_flight
 
 
+async def test_call_whose_server_is_gone_before_it_is_sent_ends(cluster: Harness) -> None:
+    calls = HangingCalls(asyncio.Event().wait)
+    servers = servers_with(cluster, calls)
+    task = asyncio.create_task(servers.call_all(["s0"], "DescribeServer", shard_pb2.DescribeServerRequest()))
+    await asyncio.sleep(0)  # the task that sends the call has not started
+    servers.abandon(PROCESS)
+    with pytest.raises(UnavailableError, match="server 's0': DescribeServer: the server is gone"):
+        await asyncio.wait_for(task, 5)
+    assert not calls.started.is_set()
+    assert not servers._in_flight
+
+
+async def test_cancelled_call_of_several_servers_leaves_none_in_flight(cluster: Harness) -> None:
+    servers = servers_with(cluster, HangingCalls(asyncio.Event().wait))
+    task = asyncio.create_task(servers.call_all(["s0", "s1"], "DescribeServer", shard_pb2.DescribeServerRequest()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not servers._in_flight
+
+
 async def test_cancelled_caller_ends_its_own_call_only(cluster: Harness) -> None:
     answered = asyncio.Event()
     calls = HangingCalls(answered.wait)

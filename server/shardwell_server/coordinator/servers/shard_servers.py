@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
 
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.run import Run
-from shardwell_server.coordinator.servers.cluster import Cluster, ServerState
+from shardwell_server.coordinator.servers.cluster import Cluster, Server, ServerState
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.storage.records import ShardRecord
@@ -42,8 +42,8 @@ class ShardServers:
     def __init__(self, cluster: Cluster, calls: ShardCalls, *, term: int, lease_s: float) -> None:
         self._cluster, self._calls, self._term, self._lease_s = cluster, calls, term, lease_s
         self.copies = Copies(cluster)
-        self._in_flight: dict[tuple[str, str], set[asyncio.Timeout]] = {}
-        """Calls in flight by server process. A timeout expires when the server is gone."""
+        self._in_flight: dict[tuple[str, str], set[_Call]] = {}
+        """Calls that have begun and have not ended, by server process."""
 
     def context(self, run: Run, step: int) -> common_pb2.RequestContext:
         """Returns the context of a request about a run."""
@@ -63,11 +63,22 @@ class ShardServers:
             request: Its request.
             retry_for_s: How long to retry while the server is unavailable. None: as long as a lease.
         """
+        return await self._complete(self._begin(server_id), rpc_name, request, retry_for_s=retry_for_s)
+
+    def _begin(self, server_id: str) -> _Call:
+        """Begins a call to the present process of a server. ``abandon`` ends the call from now on."""
+        call = _Call(self._cluster.require(server_id))
+        self._in_flight.setdefault(call.process, set()).add(call)
+        return call
+
+    async def _complete(self, call: _Call, rpc_name: str, request: Message, *, retry_for_s: float | None = None) -> Any:
+        """Performs a call that has begun; see ``call``."""
+        server_id, address = call.process[0], call.server.address
         retry_for_s = self._lease_s if retry_for_s is None else retry_for_s
-        server = self._cluster.require(server_id)
-        call = self._calls.call(server.address, rpc_name, request, retry_for_s=retry_for_s)
         try:
-            return await self._until_gone((server_id, server.incarnation), call)
+            return await call.until_abandoned(
+                lambda: self._calls.call(address, rpc_name, request, retry_for_s=retry_for_s)
+            )
         except StaleEpochError as error:
             raise ConflictError(
                 f"server {server_id!r}: {rpc_name}: {error}: the server follows a coordinator with a later term than "
@@ -79,29 +90,20 @@ class ShardServers:
             raise type(error)(
                 f"server {server_id!r}: {rpc_name}: {error}", **{**error.data, "server": server_id}
             ) from error
+        finally:
+            self._end(call)
 
-    async def _until_gone(self, process: tuple[str, str], call: Coroutine[Any, Any, Any]) -> Any:
-        """Awaits a call. Raises UnavailableError as soon as ``abandon`` is called for the server process."""
-        calls = self._in_flight.setdefault(process, set())
-        try:
-            async with asyncio.timeout(None) as gone:
-                calls.add(gone)
-                try:
-                    return await call
-                finally:
-                    calls.discard(gone)
-                    if not calls and self._in_flight.get(process) is calls:
-                        del self._in_flight[process]
-        except TimeoutError:
-            if not gone.expired():
-                raise
-            raise UnavailableError("the server is gone", server=process[0]) from None
+    def _end(self, call: _Call) -> None:
+        """Ends a call. Harmless to repeat."""
+        calls = self._in_flight.get(call.process, set())
+        calls.discard(call)
+        if not calls:
+            self._in_flight.pop(call.process, None)
 
     def abandon(self, process: tuple[str, str]) -> None:
         """Ends all calls to a server process that is gone. They raise UnavailableError."""
-        now = asyncio.get_running_loop().time()
-        for gone in self._in_flight.pop(process, ()):
-            gone.reschedule(now)
+        for call in self._in_flight.pop(process, ()):
+            call.abandon()
 
     async def is_running(self, shard: ShardRecord) -> bool:
         """Probes the server process of a shard. Returns True if it answered."""
@@ -131,13 +133,51 @@ class ShardServers:
                 unavailable.
         """
         requests = {name: request if isinstance(request, Message) else request(name) for name in server_ids}
-        outcomes = await asyncio.gather(
-            *(self.call(name, rpc_name, each) for name, each in requests.items()), return_exceptions=True
-        )
+        calls = list[_Call]()
+        try:
+            for name in requests:
+                calls.append(self._begin(name))  # before the tasks start, because ``abandon`` may run before them
+            outcomes = await asyncio.gather(
+                *(self._complete(call, rpc_name, requests[call.process[0]]) for call in calls), return_exceptions=True
+            )
+        finally:
+            for call in calls:
+                self._end(call)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, UnavailableError))
         return dict(zip(requests, outcomes, strict=True))
+
+
+class _Call:
+    """A call to a server process.
+
+    Args:
+        server: The process.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.process = server, (server.server_id, server.incarnation)
+        self._is_abandoned = False
+        self._timeout: asyncio.Timeout | None = None
+        """Expires when the call is abandoned. None: the call has not been sent."""
+
+    def abandon(self) -> None:
+        """Ends the call."""
+        self._is_abandoned = True
+        if self._timeout is not None:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def until_abandoned(self, send: Callable[[], Awaitable[Any]]) -> Any:
+        """Sends the call. Raises UnavailableError as soon as ``abandon`` is called."""
+        if not self._is_abandoned:
+            try:
+                async with asyncio.timeout(None) as self._timeout:
+                    return await send()
+            except TimeoutError:
+                if not self._is_abandoned:
+                    raise
+        raise UnavailableError("the server is gone", server=self.process[0])
 
 
 def availability_errors(run: Run, cluster: Cluster) -> list[ShardwellError]:
