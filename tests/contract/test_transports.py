@@ -85,7 +85,12 @@ class Opened:
         self.one, self.server = one, one.server
         self._ends = ExitStack()
         connection: Any = SimpleNamespace(
-            client=self.server.client, run=one.identity, counter=ByteCounter(), open_timeout_s=20.0, relay=None
+            client=self.server.client,
+            run=one.identity,
+            counter=ByteCounter(),
+            open_timeout_s=20.0,
+            open_retry_s=20.0,
+            relay=None,
         )
         name, _, control = name.partition(" with ")
         if control:

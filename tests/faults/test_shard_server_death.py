@@ -13,7 +13,7 @@ import shardwell
 from shardwell_wire.errors import UnavailableError
 from tests.support.cluster import build_model, join_options
 
-WAIT_LIMIT_S, LIMIT_S = 8.0, 120.0
+WAIT_LIMIT_S, LIMIT_S = 8.0, 30.0
 """How long trainers wait for a new process of the server, and the test for their errors."""
 
 

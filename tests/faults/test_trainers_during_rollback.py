@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
+from shardwell.processes import local_cluster
 from shardwell_wire import fault_points
 from tests.support.cluster import events, join_options, wait_until
 from tests.support.reference import one_thread, sha256
@@ -105,7 +107,7 @@ def undisturbed(kind: str) -> dict[int, str]:
 
 
 class Lossy:
-    """A cluster of three servers without shared memory, of which one is lost for good. The load takes seconds."""
+    """A cluster of three servers, of which one is lost for good. The load takes seconds."""
 
     def __init__(self, cluster: shardwell.LocalCluster, folder: Path) -> None:
         self.cluster, self._folder = cluster, folder
@@ -127,14 +129,35 @@ class Lossy:
             wait_until(lambda: self.happened(until), until, timeout_s=60.0)
 
 
-@pytest.fixture
-def lossy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lossy]:
-    monkeypatch.setenv("SHARDWELL_SHM_DIR", "none")
+@contextmanager
+def lossy_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[Lossy]:
     slow = fault_points.Fault(point="server.load.middle", action="delay", delay_s=0.3)
     for name, value in fault_points.environment(slow).items():
         monkeypatch.setenv(name, value)
-    with one_thread(), shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.0) as cluster:
-        yield Lossy(cluster, tmp_path / "checkpoints")
+    cluster = shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.0)
+    cluster._coordinator_options += local_cluster._options(**options)
+    with one_thread(), cluster:
+        yield Lossy(cluster, folder / "checkpoints")
+
+
+@pytest.fixture
+def lossy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lossy]:
+    """The servers have no shared memory: what a server has is gone with its process."""
+    environment = local_cluster._server_environment
+
+    def without_shared_memory(variables: Collection[str] = ()) -> dict[str, str]:
+        return {**environment(variables), "SHARDWELL_SHM_DIR": "none"}
+
+    monkeypatch.setattr(local_cluster, "_server_environment", without_shared_memory)
+    with lossy_cluster(tmp_path, monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture
+def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lossy]:
+    """A server leaves its shards on the host, and is awaited for a moment before the run goes back."""
+    with lossy_cluster(tmp_path, monkeypatch, restart_wait_s=1.0) as made:
+        yield made
 
 
 LOST, LOADING = "", "run_loading"
@@ -146,6 +169,16 @@ LOST, LOADING = "", "run_loading"
     [*((kind, LOST) for kind in KINDS), ("socket", LOADING), ("deltas", LOADING), ("buffers", LOADING)],
 )
 def test_a_gather_that_waits_for_the_lost_server_or_for_the_load(kind: str, until: str, lossy: Lossy) -> None:
+    check_gather(kind, until, lossy)
+
+
+@pytest.mark.parametrize("kind", ["socket", "client-side"])
+def test_a_gather_that_waits_for_the_restart_of_a_server(kind: str, leaving: Lossy) -> None:
+    check_gather(kind, LOST, leaving)
+
+
+def check_gather(kind: str, until: str, lossy: Lossy) -> None:
+    """Loses the server between the gathers of two units."""
     expected = undisturbed(kind)
     with lossy.join(kind) as session:
         model = make_model(kind)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwell.transport.grpc_transport import ShardClient
-from shardwell.transport.resending import ReachedServer, Resending
+from shardwell.transport.resending import TRANSFER, ReachedServer, Resending
 from shardwell.transport.server_connection import ConnectOptions, ServerConnection
 from shardwell.transport.service_client import Endpoint
 from shardwell.transport.socket_transport import SocketConnection, SocketTransport
@@ -149,6 +149,32 @@ def test_transport_that_fails_to_open_is_logged_as_a_warning(
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setattr(server.sockets, "_port", nobody.getsockname()[1])
         assert level_of_fallback(unit(server), caplog, "connect") == logging.WARNING
+
+
+def test_transport_is_opened_again_with_one_attempt_and_is_of_the_same_kind(
+    server: ShardServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = unit(server)
+    options = ConnectOptions(("socket", "grpc"), 64 << 10)
+    with closing(ServerConnection(one.server.client.address, one.identity, options)) as connection:
+        first, client, attempts = connection.transport, connection.client, list[str]()
+        assert isinstance(first, SocketTransport)
+
+        def unreachable(rpc_name: str, request: Any, timeout_s: float) -> Any:
+            attempts.append(rpc_name)
+            raise UnavailableError(f"{client.peer}: refused", peer=client.peer)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "_open", unreachable)
+            first.session.cut()
+            assert first.session.broke_within(20)
+            for _ in range(2):
+                error = error_of(connection.transports.require_stream)
+                assert type(error) is UnavailableError
+                assert connection.lost_transport(error, TRANSFER)
+        assert attempts == ["OpenTransport"] * 2
+        assert connection.transports.require_stream().name == "socket"
+    assert len([each for each in caplog.records if "transport socket broke" in each.getMessage()]) == 1
 
 
 def test_opening_for_an_unknown_run_is_rejected(server: ShardServer) -> None:

@@ -271,8 +271,9 @@ class ShardServers:
 
         Args:
             shard: The shard.
-            open_timeout_s: Deadline for opening a transport.
+            open_timeout_s: Deadline for opening a transport, if the trainer waits for servers that long.
         """
+        open_timeout_s = min(open_timeout_s, self.relocations.wait_limit_s)
         key: ServerKey = shard.address, shard.incarnation
         with self._connecting:
             if key not in self._connections:

@@ -84,12 +84,17 @@ _NOTICE_S = 1.0
 
 SHARED_TRANSPORTS: dict[str, Callable[[TransportSelector], SharedTransport]] = {
     ShmTransport.name: lambda server: ShmTransport(
-        server.client, server.run, server.control, timeout_s=server.open_timeout_s, relay=server.relay
+        server.client,
+        server.run,
+        server.control,
+        timeout_s=server.open_timeout_s,
+        retry_for_s=server.open_retry_s,
+        relay=server.relay,
     ),
 }
 STREAM_TRANSPORTS: dict[str, Callable[[TransportSelector], StreamTransport]] = {
     SocketTransport.name: lambda server: SocketTransport(
-        server.client, server.run, server.counter, timeout_s=server.open_timeout_s
+        server.client, server.run, server.counter, timeout_s=server.open_timeout_s, retry_for_s=server.open_retry_s
     ),
     GrpcTransport.name: lambda server: GrpcTransport(server.client, server.counter),
 }
@@ -453,6 +458,9 @@ class TransportSelector:
     counter: ByteCounter
     """Streamed bytes, in their encoded size."""
     open_timeout_s: float
+    open_retry_s: float
+    """How long the opening of a transport is repeated while the server is unavailable. 0 once the first is open: from
+    then on, transports are opened within operations, which ``Resending`` repeats."""
     relay: shard_pb2.RelaySession | None
 
     def __init__(
@@ -466,7 +474,7 @@ class TransportSelector:
         relay: shard_pb2.RelaySession | None = None,
     ) -> None:
         self.relay = relay
-        self.client, self.run, self.open_timeout_s = client, run, open_timeout_s
+        self.client, self.run, self.open_timeout_s, self.open_retry_s = client, run, open_timeout_s, open_timeout_s
         self._names, self._check = tuple(names), check
         self._streams = any(name in STREAM_TRANSPORTS for name in self._names)
         """Whether a stream transport is allowed."""
@@ -480,6 +488,8 @@ class TransportSelector:
         """The stream transport, if one was opened. It may have broken."""
         self._not_offered = set[str]()
         """Transports that the server refused because it does not offer them."""
+        self._reported: Transport | None = None
+        """The last transport that broke, which was reported."""
         try:
             if self._names[0] in SHARED_TRANSPORTS:
                 self.shared = self._try_open(SHARED_TRANSPORTS, self._names[0])
@@ -488,6 +498,7 @@ class TransportSelector:
         except BaseException:
             self.close()
             raise
+        self.open_retry_s = 0.0
 
     @property
     def transport(self) -> Transport:
@@ -514,9 +525,7 @@ class TransportSelector:
         with self._open_lock:
             assert self.shared is not None
             if self.shared.session.broke:
-                logger.warning(
-                    "shard server at %s: transport %s broke, opening another", self.client.address, self.shared.name
-                )
+                self._report(self.shared, "its session ended")
                 self.shared = SHARED_TRANSPORTS[self.shared.name](self)
             return self.shared
 
@@ -541,13 +550,16 @@ class TransportSelector:
             return True
         if not isinstance(error, UnavailableError) or self.stream is None or not self.stream.broke:
             return False
-        logger.warning(
-            "shard server at %s: transport %s broke, opening another: %s",
-            self.client.address,
-            self.stream.name,
-            error,
-        )
+        self._report(self.stream, error)
         return True
+
+    def _report(self, broken: Transport, reason: object) -> None:
+        """Logs once that a transport broke. Opening another may take many attempts."""
+        if broken is not self._reported:
+            self._reported = broken
+            logger.warning(
+                "shard server at %s: transport %s broke, opening another: %s", self.client.address, broken.name, reason
+            )
 
     # ---- opening and closing ----
 
@@ -571,6 +583,12 @@ class TransportSelector:
         except (ShardwellError, OSError) as error:
             if self.relay is not None:
                 raise  # a relay has one transport, and who looks for a relay says why it cannot be used
+            if (
+                not self.open_retry_s
+                and isinstance(error, UnavailableError)
+                and self.client.peer == error.data.get("peer")
+            ):
+                raise  # the server itself is unavailable, and with it the other transports
             # Shared memory cannot work with a server on another host, and a server need not offer every stream
             # transport. Neither needs a warning.
             expected = (

@@ -284,15 +284,17 @@ class ServiceClient:
         stub = self._channel.unary_stream(self._path(rpc_name), request_serializer=encode, response_deserializer=decode)
         return self._with_credentials(stub)
 
-    def open(self, rpc_name: str, request: Any, *, timeout_s: float) -> StandingRpc:
+    def open(self, rpc_name: str, request: Any, *, timeout_s: float, retry_for_s: float | None = None) -> StandingRpc:
         """Calls an rpc that sends one response and then stays open; raises as ``call`` does.
 
         Args:
             rpc_name: The rpc's name in the proto file.
             request: The request message.
-            timeout_s: Deadline of the response, and how long to retry while the server is unavailable.
+            timeout_s: Deadline of the response.
+            retry_for_s: How long to retry while the server is unavailable. None: for ``timeout_s``.
         """
-        return self.attempt(lambda: self._open(rpc_name, request, timeout_s), retry_for_s=timeout_s)
+        retry_for_s = timeout_s if retry_for_s is None else retry_for_s
+        return self.attempt(lambda: self._open(rpc_name, request, timeout_s), retry_for_s=retry_for_s)
 
     def _open(self, rpc_name: str, request: Any, timeout_s: float) -> StandingRpc:
         call = self.byte_response_stub(rpc_name)(request)

@@ -176,6 +176,7 @@ class ShmTransport(SharedTransport):
         run: The run.
         control: Sends control messages. None: they are rpcs.
         timeout_s: Deadline for opening the session.
+        retry_for_s: How long the opening is repeated while the server is unavailable. None: for ``timeout_s``.
         relay: What this trainer tells a relay. None: the session is for the server's own shards.
 
     Raises:
@@ -193,11 +194,12 @@ class ShmTransport(SharedTransport):
         control: Control | None,
         *,
         timeout_s: float,
+        retry_for_s: float | None = None,
         relay: shard_pb2.RelaySession | None = None,
     ) -> None:
         self._client, self._run, self._control = client, run, control
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind, relay=relay)
-        self.session = client.open("OpenTransport", request, timeout_s=timeout_s)
+        self.session = client.open("OpenTransport", request, timeout_s=timeout_s, retry_for_s=retry_for_s)
         try:
             self._proof = self._verify(self.session.answer.shm)
             self.session_id = session_name(self.session.answer.transport_id, self._proof[: PROOF_BYTES + NONCE_BYTES])

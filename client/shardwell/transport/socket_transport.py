@@ -314,6 +314,7 @@ class SocketTransport(StreamTransport):
         run: The run. The server rejects requests for other runs.
         counter: See ``StreamTransport``.
         timeout_s: Deadline for opening the session and the first connection.
+        retry_for_s: See ``ShmTransport``.
 
     Raises:
         ConflictError: The server does not offer the transport.
@@ -326,7 +327,13 @@ class SocketTransport(StreamTransport):
     session: StandingRpc
 
     def __init__(
-        self, client: ShardClient, run: RunIdentity, counter: ByteCounter | None = None, *, timeout_s: float = 10.0
+        self,
+        client: ShardClient,
+        run: RunIdentity,
+        counter: ByteCounter | None = None,
+        *,
+        timeout_s: float = 10.0,
+        retry_for_s: float | None = None,
     ) -> None:
         super().__init__(counter)
         self._peer, self._endpoint = f"socket transport to {client.address}", client.endpoint
@@ -335,7 +342,7 @@ class SocketTransport(StreamTransport):
         self._idle: list[SocketConnection] = []
         self._open = True
         request = shard_pb2.OpenTransportRequest(run=run.name, run_id=run.run_id, kind=self.kind)
-        self.session = client.open("OpenTransport", request, timeout_s=timeout_s)
+        self.session = client.open("OpenTransport", request, timeout_s=timeout_s, retry_for_s=retry_for_s)
         self._offer: shard_pb2.SocketOffer = self.session.answer.socket
         self.session.when_ended(self._end)
         try:

@@ -46,11 +46,17 @@ def test_bad_arguments_are_rejected(arguments: list[str]) -> None:
         parse_arguments(arguments)
 
 
+def losses(variant: str) -> list[float]:
+    """Returns the mean loss of each trainer of a variant."""
+    with start_variant(Point(units=3, width=8, dp=2, servers=2), variant) as group:
+        return [answer["loss"] for answer in group.run(steps=4)]
+
+
+@pytest.fixture(scope="module")
+def plain_losses() -> list[float]:
+    return losses(PLAIN)
+
+
 @pytest.mark.parametrize("variant", ["hooks", "ddp", "floor_shm", "floor_socket"])
-def test_references_train_as_plain_trainers_do(variant: str) -> None:
-    point = Point(units=3, width=8, dp=2, servers=2)
-    losses = {}
-    for name in (PLAIN, variant):
-        with start_variant(point, name) as group:
-            losses[name] = [answer["loss"] for answer in group.run(steps=4)]
-    assert losses[variant] == pytest.approx(losses[PLAIN], rel=1e-5)
+def test_references_train_as_plain_trainers_do(variant: str, plain_losses: list[float]) -> None:
+    assert losses(variant) == pytest.approx(plain_losses, rel=1e-5)
