@@ -57,6 +57,7 @@ POINTS: Mapping[str, str] = {
     "server.replicate.after": "a backup has acknowledged content of a step (unit, step)",
     "server.promote.before": "backups are about to become primaries (step)",
     "server.promote.after": "backups have become primaries, and the coordinator has no answer yet (step)",
+    "server.file.created": "a file in shared memory has its name, and no bytes yet (suffix)",
     "server.record.replaced": "a shard's record is replaced, and no step word continues it yet (version)",
     "server.update.before": "the update of a prepared step is about to begin (step)",
     "server.update.between_shards": "a shard is updated, and others of the run are not (step, unit)",

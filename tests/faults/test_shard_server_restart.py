@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import shardwell
+from shardwell_server.shard.restart.undo import SUFFIX as UNDO_SUFFIX
 from shardwell_wire import fault_points
 from shardwell_wire.model.optimizers import OPTIMIZERS
 from tests.support.cluster import wait_until
@@ -26,6 +27,8 @@ from tests.unit.shard_arithmetic.test_optimizers import SETTINGS
 
 Fault = tuple[str, int]
 """A fault point, and the occurrence at which the process is killed."""
+
+FILE_CREATED = "server.file.created"
 
 
 class Shards:
@@ -145,6 +148,19 @@ def test_step_goes_on_from_every_record_that_no_step_word_continues(dp: int, tmp
     assert 10 < nth < 39
 
 
+def test_step_goes_on_from_every_file_that_was_being_made(tmp_path: Path, shards: Shards) -> None:
+    case = ("adamw", "float32", 2)
+    expected = shards.finish(tmp_path / "whole", *case)
+    for nth in range(4, 40):  # the first files are the values of the three shards, which are not published yet
+        folder = tmp_path / f"killed-{nth}"
+        folder.mkdir()
+        if shards.play(folder, *case, (FILE_CREATED, nth))["code"] == 0:
+            break  # fewer files were made
+        found = shards.play(folder, *case, None)
+        assert (found["hash"], found["held"]) == (expected["hash"], 3), nth
+    assert 8 < nth < 39
+
+
 # Real processes.
 
 
@@ -197,13 +213,15 @@ def test_killed_shard_server_loses_no_step(num_shards: int, undisturbed_hash: st
         ("server.prepare.after", 3),
         ("server.push.accepted", 11),
         ("server.update.after", 3),
+        *((FILE_CREATED, nth) for nth in (1, 2)),  # before the first update, and before the first of several shards
     ],
 )
 def test_shard_server_killed_in_the_middle_of_a_step_loses_nothing(
     point: str, nth: int, undisturbed_hash: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened = tmp_path / "happened"
-    fault = fault_points.Fault(point=point, action="kill", nth=nth, once=str(happened))
+    where = {"suffix": UNDO_SUFFIX} if point == FILE_CREATED else {}
+    fault = fault_points.Fault(point=point, action="kill", nth=nth, where=where, once=str(happened))
     for name, value in fault_points.environment(fault).items():
         monkeypatch.setenv(name, value)
     with shardwell.LocalCluster(num_shards=1) as cluster:

@@ -12,7 +12,7 @@ import torch
 
 from shardwell_server.shard.arithmetic.update_pieces import Changed, Piece
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
-from shardwell_server.shard.restart.undo import SharedProgress, UndoLog, mapped, restore_interrupted
+from shardwell_server.shard.restart.undo import SUFFIX, SharedProgress, UndoLog, mapped, restore_interrupted
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.host.server_folders import FolderOwner
@@ -70,6 +70,11 @@ def test_log_that_names_a_missing_file_makes_all_shards_unusable(shared: SharedM
         progress.run(Piece(lambda: None, Changed([file.tensor[8:]])))
     file.unlink()
     assert not restore_interrupted(shared)
+
+
+def test_log_without_bytes_changes_nothing(shared: SharedMemory) -> None:
+    (shared.folder / f"log{SUFFIX}").touch()  # the process was killed before it had memory for the log
+    assert restore_interrupted(shared)
 
 
 def test_closed_log_releases_its_memory() -> None:

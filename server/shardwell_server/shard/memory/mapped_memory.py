@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from shardwell_server.shard.memory.saved_files import SavedFiles
+from shardwell_wire import fault_points
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError
 from shardwell_wire.host.server_folders import (
@@ -350,7 +351,12 @@ class SharedMemory:
 
     def open_whole(self, name: str) -> SharedBuffer:
         """Maps a file of a former process as far as it goes. Raises OSError if there is none."""
-        return self.open(name, (self._directory / name).stat().st_size)
+        return self.open(name, self.size_of(name))
+
+    def size_of(self, name: str) -> int:
+        """Returns the size of a file of a former process, in bytes. It is 0 if the process was killed while it made the
+        file. Raises OSError if there is none."""
+        return (self._directory / name).stat().st_size
 
     def names(self, suffix: str) -> list[str]:
         """Returns the names of the files that end with a suffix."""
@@ -462,6 +468,7 @@ def _make_sealed(name: str, size_bytes: int) -> int:
 def _map_new(path: Path, size_bytes: int) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        fault_points.reach("server.file.created", suffix=path.suffix)
         # Allocates all pages: a later write to a page that the file system cannot provide would raise SIGBUS.
         os.posix_fallocate(descriptor, 0, size_bytes)
         return mmap.mmap(descriptor, size_bytes)

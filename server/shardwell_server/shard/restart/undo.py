@@ -230,6 +230,8 @@ def restore_interrupted(shared: SharedMemory) -> bool:
     """
     for name in shared.names(SUFFIX):
         try:
+            if shared.size_of(name) < _HEAD_BYTES:
+                continue  # the process was killed while it made the log, which has no copies yet
             _restore(shared, shared.open_whole(name))
         # A file that was written by other software may contain anything.
         except (OSError, ValueError, TypeError, RuntimeError, struct.error) as error:
