@@ -147,7 +147,7 @@ gpu-check:  ## Check and measure trainers on a GPU, with torch of GPU_PYTHON (9 
 check-families: install  ## Train 48 Hugging Face families with tensor parallelism: right, or refused before a step (2 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.families $(FAMILIES)
 
-compose-test: install  ## Start the compose cluster and train on it (needs Docker)
+compose-test: install  ## Start the compose cluster, train on it and break it (needs Docker); COMPOSE_FAULTS=50 breaks more
 	@$(BIN)/pytest -m compose tests/compose
 
 $(LOCK_INSTALLED): Makefile

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
@@ -321,9 +324,10 @@ def test_train_profile_trains_on_all_servers_and_stops_none() -> None:
 
 
 SCRIPT = """
-import argparse, torch, shardwell
+import argparse, time, torch, shardwell
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)
+parser.add_argument("--pause", type=float, default=0.0)
 arguments = parser.parse_args()
 with shardwell.join() as session:
     torch.manual_seed(0)
@@ -332,7 +336,8 @@ with shardwell.join() as session:
     optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
     for step in session.steps(arguments.steps):
         for number in step.batches(lambda step, dp_rank: step + dp_rank):
-            model(torch.full((4, 64), number / 8)).square().mean().backward()
+            model(torch.full((4, 64), number % 7 / 8)).square().mean().backward()
+            time.sleep(arguments.pause)
         optimizer.step()
         optimizer.zero_grad()
     print("rank", session.global_rank, "of", session.world, "ends at", session.step)
@@ -364,6 +369,92 @@ def test_own_script_is_trained_beside_another_run(tmp_path: Path) -> None:
     for kind in ("trainer-secrets", "training-output"):
         subprocess.run(["docker", "volume", "rm", f"{PROJECT}_{kind}-mine"], capture_output=True, check=True)
     compose("--profile", "train", "create", "trainer-token")  # the remaining trainers depend on it
+
+
+def processes(container: str) -> list[psutil.Process]:
+    """The first process of a container, and its descendants."""
+    shown = subprocess.run(
+        ["docker", "inspect", "--format", "{{.State.Pid}}", container], capture_output=True, text=True, check=True
+    )
+    if not (pid := int(shown.stdout)):
+        return []
+    first = psutil.Process(pid)
+    return [first, *first.children(recursive=True)]
+
+
+def kill_servers(names: Iterable[str]) -> None:
+    """Kills servers as a crash does. Docker starts them again."""
+    for process in [each for name in names for each in processes(name)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def kill_a_trainer(rng: random.Random, container: str) -> None:
+    """Kills one trainer. The launcher in its container starts it again."""
+    trainers = [each for each in processes(container) if "/train/my_train.py" in each.cmdline()]
+    if trainers:  # none: they are being started
+        rng.choice(trainers).kill()
+
+
+def values_of(run: str, parameter: str, start: int) -> list[float]:
+    """Returns up to 1024 values of a parameter that one server holds."""
+    options = ("--start", str(start), "--count", "1024", "--json")
+    shown = compose("exec", "-T", "coordinator", "shardwell", "peek", run, parameter, *options)
+    values: list[float] = json.loads(shown)["peek"]["values"]
+    return values
+
+
+def test_random_faults_change_no_bit(tmp_path: Path) -> None:
+    """COMPOSE_FAULTS faults during a run: any process is killed, and containers are restarted and replaced."""
+    (tmp_path / "my_train.py").write_text(SCRIPT)
+    tmp_path.chmod(0o755)
+    rng, count = random.Random(1), int(os.environ.get("COMPOSE_FAULTS", "5"))
+    steps = 12 * count
+    options = {"SHARDWELL_TRAIN_DIR": str(tmp_path), "SHARDWELL_CHECKPOINT_EVERY": "0", "SHARDWELL_RESTARTS": "1000"}
+    compose("run", "--rm", "-T", "trainer", "my_train.py", "--steps", str(steps), SHARDWELL_RUN="calm", **options)
+    container = f"{PROJECT}-faulted"
+    command = ["run", "--detach", "--name", container, "trainer", "my_train.py", "--steps", str(steps)]
+    compose(*command, "--pause", "0.2", SHARDWELL_RUN="faulted", **options)
+    coordinator, shards = f"{PROJECT}-coordinator-1", sorted(each["Name"] for each in containers("shard"))
+
+    def committed_step() -> int:
+        """Returns 0 while the coordinator does not answer."""
+        shown = _run_compose("exec", "-T", "coordinator", "shardwell", "run", "faulted", "--json")
+        return int(json.loads(shown.stdout)["summary"]["committed_step"]) if shown.returncode == 0 else 0
+
+    faults: dict[str, Callable[[], Any]] = {
+        "kill the coordinator": lambda: kill_servers([coordinator]),
+        "kill a shard server": lambda: kill_servers([rng.choice(shards)]),
+        "kill all servers": lambda: kill_servers([coordinator, *shards]),
+        "kill a trainer": lambda: kill_a_trainer(rng, container),
+        "restart a shard server": lambda: docker("restart", rng.choice(shards)),
+        "restart all servers": lambda: compose("restart", "coordinator", "shard"),
+        "replace the shard servers": lambda: compose(
+            "up", "--detach", "--no-deps", "--force-recreate", "--scale", f"shard={len(shards)}", "shard"
+        ),
+    }
+    done: list[str] = []
+    for _ in range(count):
+        before = committed_step()
+        done.append(rng.choice([*faults]))
+        faults[done[-1]]()
+        wait_until(lambda before=before: committed_step() >= min(before + 2, steps), str(done), timeout_s=120)
+    assert docker("wait", container).strip() == "0", docker("logs", "--tail", "50", container)
+    calm, faulted = (
+        [part for start in range(0, 64 * 64, 1024) for part in values_of(run, "weight", start)]
+        for run in ("calm", "faulted")
+    )
+    assert calm == faulted, done
+    docker("rm", container)
+    for run in ("calm", "faulted"):
+        call("DeleteRun", {"run": run, "request_id": f"compose-test-{run}"})
+        remove_trainers_of(run)
+    compose("--profile", "train", "create", "trainer-token")  # the remaining trainers depend on it
+
+
+def docker(*arguments: str) -> str:
+    """Runs docker and returns its output."""
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def test_trainer_on_the_host_joins(tmp_path: Path) -> None:
