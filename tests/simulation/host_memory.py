@@ -66,10 +66,17 @@ class SimulatedSharedMemory(SharedMemory):
             raise FileNotFoundError(name)
         return _Buffer(str(_FOLDER / name), tensor, self._host)
 
-    def open_whole(self, name: str) -> SharedBuffer:
+    @property
+    def folder(self) -> Path:
+        return _FOLDER
+
+    def size_of(self, name: str) -> int:
         if name not in self._host.files:
             raise FileNotFoundError(name)
-        return self.open(name, self._host.files[name].numel())
+        return self._host.files[name].numel()
+
+    def open_whole(self, name: str) -> SharedBuffer:
+        return self.open(name, self.size_of(name))
 
     def names(self, suffix: str) -> list[str]:
         return sorted(name for name in self._host.files if name.endswith(suffix))

@@ -122,10 +122,28 @@ def make_folder(
     return made_folder
 
 
+def find_in_use(directory: Path, owner: FolderOwner) -> Path | None:
+    """Returns a folder with shards of the same server that another process holds. None: there is none.
+
+    That process runs, or the kernel has not yet released what it had.
+    """
+    for path in folders_of(directory, owner):
+        if not any(path.glob(f"*{RECORD_SUFFIX}")):
+            continue
+        try:
+            with opened(open_folder(path)) as folder, opened(_lock(folder)):
+                pass
+        except BlockingIOError:
+            return path
+        except OSError as error:
+            logger.warning("%s cannot be taken up: %s", path, error)
+    return None
+
+
 def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
     """Locks the folder that a former process of the same server left; None if there is none.
 
-    If there are several, the newest is taken, and the others are removed.
+    If there are several, the newest is taken, and the others are removed. Those of running processes stay.
     """
     taken: LockedFolder | None = None
     for path in sorted(directory.glob(f"{owner.prefix}*"), key=_changed_at, reverse=True):
@@ -137,12 +155,21 @@ def take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
         candidate = LockedFolder(path, lock)
         if taken is None and found.get("boot") == boot_id():
             taken = candidate
-            path.chmod(_FOLDER_MODE)
-            _write_owner(path, owner)
+            _take_over(path, found, owner)
         else:
             candidate.remove()
             logger.info("removed %s, an older folder of this server", path)
     return taken
+
+
+def _take_over(path: Path, found: Mapping[str, Any], owner: FolderOwner) -> None:
+    """Makes a folder that was taken up one of this process. The shards in it are of use also if this fails."""
+    try:
+        path.chmod(_FOLDER_MODE)
+        if found != _facts(owner):
+            _write_owner(path, owner)
+    except OSError as error:  # shared memory may be full
+        logger.warning("%s keeps the owner file of the former process: %s", path, error)
 
 
 def remove_remains(directory: Path) -> None:
@@ -216,7 +243,11 @@ def _changed_at(path: Path) -> float:
 
 
 def _write_owner(path: Path, owner: FolderOwner) -> None:
-    write_whole(path / _OWNER, json.dumps({"boot": boot_id(), **asdict(owner)}).encode())
+    write_whole(path / _OWNER, json.dumps(_facts(owner)).encode())
+
+
+def _facts(owner: FolderOwner) -> dict[str, Any]:
+    return {"boot": boot_id(), **asdict(owner)}
 
 
 def _read_owner(folder: int) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from unittest.mock import AsyncMock
+
 import pytest
 
 from shardwell_wire.errors import ConflictError, UnavailableError
@@ -59,8 +62,33 @@ async def test_restarted_process_without_the_committed_version_keeps_nothing(clu
     kill(cluster, "s0")
     answer = await register(cluster, "s0", "2", held=held(cluster, "s0", version=0))
     assert not answer.adopted
-    with pytest.raises(ConflictError, match="server 's0' was restarted and has lost its shards"):
+    why = (
+        r"server 's0' was restarted and has lost its shards .* About the new process: it does not continue 2 shards, "
+        r"such as 'u0' from byte 0 at version 0, complete, which cannot be updated; the committed version is 1$"
+    )
+    with pytest.raises(ConflictError, match=why):
         await trainers[0].heartbeat()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_registration_that_ends_before_the_adoption_is_stored_is_repeated(
+    cluster: Harness, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    await register_all(cluster)
+    trainers = await trained(cluster, backups=0)
+    await trainers[0].finish(1)
+    kill(cluster, "s0")
+    reported = held(cluster, "s0", version=1)
+    error = asyncio.CancelledError() if cancelled else UnavailableError("the disk is full")
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.coordinator.relocator._state, "save", AsyncMock(side_effect=error))
+        with pytest.raises(type(error)):  # the deadline of the call is over, or the coordinator cannot store the run
+            await register(cluster, "s0", "2", held=reported)
+    assert list((await register(cluster, "s0", "2", held=reported)).adopted) == reported
+    await take_step(trainers, 1)
+    await cluster.settle()
+    assert histories(cluster) == [[0, 1]] * 4
+    assert kinds(cluster).count("shards_adopted") == 1
 
 
 async def test_registration_is_repeated_after_the_step_was_committed(cluster: Harness) -> None:

@@ -57,6 +57,8 @@ class Relocator:
     ) -> None:
         self._state, self._servers, self._promoter, self._items = state, servers, promoter, items
         self._copies, self._updates, self._restorer = servers.copies, updates, restorer
+        self._adopting: set[tuple[str, tuple[str, str]]] = set()
+        """Adoptions of primaries that are not durable yet, by run id and server process."""
 
     def start(self) -> None:
         """Continues the relocations of the former term, and watches the servers from now on."""
@@ -161,7 +163,8 @@ class Relocator:
             The copies that the process keeps, with their roles, when this is durable. A retry returns the same.
 
         Raises:
-            UnavailableError: The change could not be stored. The process must register again.
+            UnavailableError: The change could not be stored. The process must register again, also if this call is
+                cancelled. The next call ends the adoption.
         """
         by_run = _by_run(held)
         process, kept, adopting = (server_id, incarnation), [], []
@@ -171,15 +174,16 @@ class Relocator:
                 kept += found
                 if former:
                     self._begin_adoption(run, process, former)
-                adopting.append((run, bool(former)))
-        for run, is_primary in adopting:
+                adopting.append(run)
+        for run in adopting:
             await self._state.save(run)
-            if is_primary:
+            if (run.identity.run_id, process) in self._adopting:
                 fault_points.reach("coordinator.adoption.after_record", run=run.name, server=server_id)
                 self._end_adoption(run, process)
         return kept
 
     def _begin_adoption(self, run: Run, process: tuple[str, str], former: set[tuple[str, str]]) -> None:
+        self._adopting.add((run.identity.run_id, process))
         run.relocations.unconfirmed.add(process[0])  # PromoteShards names the backups, which the process does not know
         run.relocations.raise_count()
         run.work.restart()
@@ -188,6 +192,7 @@ class Relocator:
             self._servers.abandon(each)
 
     def _end_adoption(self, run: Run, process: tuple[str, str]) -> None:
+        self._adopting.discard((run.identity.run_id, process))
         count = sum(shard.process == process for unit in run.units for shard in unit.shards)
         message = (
             f"the restarted server {process[0]!r} took up its {count} shards; step {run.committed_step} is repeated"

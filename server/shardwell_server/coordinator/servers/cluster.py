@@ -87,6 +87,8 @@ class Server:
     """True if the server is a relay only. It is not stored: it registers again with a restarted coordinator."""
     host: str = ""
     """Name of the host whose trainers the server relays for."""
+    not_kept: dict[str, str] = field(default_factory=dict)
+    """By run id: why this process does not keep the primaries of its predecessor. Empty after a restart."""
 
     @property
     def live(self) -> bool:

@@ -17,6 +17,7 @@ Note: [Life of a copy]
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster
 from shardwell_server.coordinator.storage.records import BackupRecord, BackupState, ShardRecord
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
+
+logger = logging.getLogger(__name__)
 
 HeldShards = Mapping[tuple[int, int, int], coordinator_pb2.HeldShard]
 """Copies of one run that a process has taken up, by unit index, start and stop."""
@@ -167,6 +170,7 @@ class Copies:
         """
         server_id, incarnation = process
         kept, former = [], set()
+        refused: list[str] = []
         for unit in run.units if run.checkpoints.restore is None else ():
             for copy in (*unit.shards, *unit.backups) if unit.published else ():
                 found = held.get((unit.index, copy.start_bytes, copy.stop_bytes))
@@ -174,7 +178,10 @@ class Copies:
                     continue
                 is_primary = not isinstance(copy, BackupRecord)
                 if copy.incarnation != incarnation:
-                    if not _can_continue(found, run.committed_step, is_committing=run.commits.writing):
+                    problem = _problem(found, run.committed_step, is_committing=run.commits.writing)
+                    if problem:
+                        if is_primary:
+                            refused.append(f"{unit.layout.unit!r} from byte {copy.start_bytes} {problem}")
                         continue
                     if not isinstance(copy, BackupRecord):
                         former.add(copy.process)
@@ -187,6 +194,10 @@ class Copies:
                     continue
                 # Also if the step was committed since the first answer. PromoteShards makes a former backup a primary.
                 kept.append(_with_role(found, is_primary=is_primary))
+        if refused:
+            why = f"it does not continue {len(refused)} shards, such as {refused[0]}"
+            self._cluster.servers[server_id].not_kept[run.identity.run_id] = why
+            logger.warning("server %r was restarted, run %r: %s", server_id, run.name, why)
         return kept, former
 
     def _is_live(self, shard: ShardRecord) -> bool:
@@ -194,12 +205,22 @@ class Copies:
         return server is not None and server.live and server.incarnation == shard.incarnation
 
 
-def _can_continue(held: coordinator_pb2.HeldShard, committed_step: int, *, is_committing: bool) -> bool:
-    """True if a copy has the committed version, or can still get it. A step that is being committed is due, too."""
+def _problem(held: coordinator_pb2.HeldShard, committed_step: int, *, is_committing: bool) -> str:
+    """Returns why a copy cannot be continued. Empty if it has the committed version, or can still get it.
+
+    A step that is being committed is due, too.
+    """
     complete = held.version == committed_step and not held.updating
     if complete and (held.can_update or not is_committing):
-        return True
-    return held.version == committed_step - 1 and held.can_update and not is_committing
+        return ""
+    if held.version == committed_step - 1 and held.can_update and not is_committing:
+        return ""
+    state = "whose update was interrupted" if held.updating else "complete"
+    able = "can" if held.can_update else "cannot"
+    due = f", and step {committed_step} is being committed" if is_committing else ""
+    return (
+        f"at version {held.version}, {state}, which {able} be updated; the committed version is {committed_step}{due}"
+    )
 
 
 def _with_role(held: coordinator_pb2.HeldShard, *, is_primary: bool) -> coordinator_pb2.HeldShard:

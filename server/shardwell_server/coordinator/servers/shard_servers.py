@@ -22,6 +22,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
+_NOT_FOUND = "it did not take them up, see its log from its start"
 _MAX_NAMES = 5
 """Most units named in one message."""
 
@@ -245,8 +246,10 @@ def _loss_error(
             f"server {server_id!r} has lost its shards of {units} of this run, which goes back to its last checkpoint",
             **facts,
         )
+    found = ""
     if server is None or cluster.has_restarted(*process):
         what = f"server {server_id!r} was restarted and has lost its shards of {units} of this run"
+        found = "" if server is None else server.not_kept.get(run.identity.run_id, _NOT_FOUND)
     elif server.state is ServerState.LEFT:
         what = (
             f"server {server_id!r} at {server.address} was stopped and left the cluster, and its shards of {units} of "
@@ -254,7 +257,8 @@ def _loss_error(
         )
     else:
         what = f"server {server_id!r} at {server.address} has ended, and its shards of {units} of this run are lost"
-    return ConflictError(f"{what}: delete the run (shardwell delete-run {run.name}) and start it again", **facts)
+    advice = f"delete the run (shardwell delete-run {run.name}) and start it again"
+    return ConflictError(f"{what}: {advice}{f'. About the new process: {found}' if found else ''}", **facts)
 
 
 def _names(units: Sequence[Unit]) -> str:

@@ -24,13 +24,14 @@ import torch
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_wire import fault_points
 from shardwell_wire.encoding.chunk_streams import memory_at
-from shardwell_wire.errors import CapacityError
+from shardwell_wire.errors import CapacityError, ConflictError
 from shardwell_wire.host.server_folders import (
     DEFAULT_DIRECTORY,
     KEPT_S,
     RECORD_SUFFIX,
     FolderOwner,
     LockedFolder,
+    find_in_use,
     has_ended,
     make_folder,
     remove_remains,
@@ -73,6 +74,9 @@ _ADVICE = {
 
 _NOTED_EVERY_S = 3600.0
 """Much less than ``server_folders.KEPT_S``, after which the folder of a dead server is removed."""
+
+_ENDING_S, _ENDING_PAUSE_S = 10.0, 0.05
+"""How long a process that has been killed may take to end, and the pause between two looks."""
 
 _PROGRESS_AT, _STEP_AT = 64, 72
 """Positions of the progress word and of the step word in the header of a shard's file: another cache line than the
@@ -221,6 +225,7 @@ class SharedMemory:
     Raises:
         CapacityError: The saved files do not fit the shared memory.
         CorruptDataError: The saved files are damaged.
+        ConflictError: Another process of the owner on this host runs, or has not ended completely.
     """
 
     def __init__(
@@ -228,7 +233,7 @@ class SharedMemory:
     ) -> None:
         self._owner, self._saved = owner, saved
         self._reserve = ShmReserve(directory, DEFAULT_DIRECTORY)
-        taken = None if owner is None else take_folder(directory, owner)
+        taken = None if owner is None else _take_folder(directory, owner)
         remove_remains(directory)
         self._folder = self._filled(directory, taken) or taken or make_folder(directory, owner)
         self._directory = self._folder.path
@@ -441,6 +446,33 @@ class SharedMemory:
             KEPT_S / 3600,
         )
         self._folder.leave()
+
+
+def _take_folder(directory: Path, owner: FolderOwner) -> LockedFolder | None:
+    """Returns the folder that a former process of the server left. None: there is none.
+
+    The lock of a process that was killed is released late: the kernel first unmaps its memory. Without the folder, this
+    process would start without the shards, and their runs would lose them.
+    """
+    deadline = time.monotonic() + _ENDING_S
+    while (used := find_in_use(directory, owner)) is not None:
+        if time.monotonic() > deadline:
+            raise ConflictError(
+                f"server {owner.server_id!r}: another process on this host has this id and holds {used}, the folder of "
+                f"the server's shards, for {_ENDING_S:g} s: give every server its own id (--id, SHARDWELL_ID), or stop "
+                "that process first",
+                server=owner.server_id,
+            )
+        time.sleep(_ENDING_PAUSE_S)
+    taken = take_folder(directory, owner)
+    if taken is None:
+        logger.info(
+            "no former process of %r with the coordinator at %s has left a folder in %s",
+            owner.server_id,
+            owner.coordinator,
+            directory,
+        )
+    return taken
 
 
 def new_record_name() -> str:

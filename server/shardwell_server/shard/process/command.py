@@ -357,8 +357,9 @@ def _shared_memory(arguments: argparse.Namespace) -> Iterator[SharedMemory | Non
     try:
         shared = SharedMemory(Path(arguments.shm_dir), owner, saved)
     except OSError as error:
-        # Without shared memory this server could not take up its saved shards, and the run would lose them.
-        if saved is not None and saved.find() is not None:
+        # Without shared memory this server could not take up its shards, and their runs would lose them.
+        left = [] if owner is None else folders_of(Path(arguments.shm_dir), owner)
+        if left or (saved is not None and saved.find() is not None):
             raise
         logger.warning("shared memory is disabled, trainers on this host use the network: %s", error)
         yield None

@@ -73,7 +73,10 @@ class ShardsOfFormer:
         """By run id."""
         self._shards: dict[ShardKey, TakenShard] = {}
         # Interrupted updates are undone before anything is read: step words may belong to them.
-        for name, data in (shared.records() if restore_interrupted(shared) else {}).items():
+        restored, records = restore_interrupted(shared), shared.records()
+        if records and not restored:
+            logger.error("none of the %d shards of the former process in %s can be used", len(records), shared.folder)
+        for name, data in records.items() if restored else ():
             try:
                 self._take(name, data)
             # A record that was written by other software may contain anything.
@@ -87,8 +90,7 @@ class ShardsOfFormer:
             run.add_shard(taken.shard)
             if taken.shard.spec.asynchronous:  # older versions are lost, and work items start again
                 run.read_by_rank().start_at(taken.shard.version or 0)
-        if self._shards:
-            logger.info("took up %d shards of the former process from shared memory", len(self._shards))
+        logger.info("took up %d of %d shards of former processes in %s", len(self._shards), len(records), shared.folder)
 
     def held(self) -> list[coordinator_pb2.HeldShard]:
         """Returns the shards that the coordinator is asked to adopt."""
