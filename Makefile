@@ -30,7 +30,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean
+.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,6 +149,9 @@ check-families: install  ## Train 48 Hugging Face families with tensor paralleli
 
 compose-test: install  ## Start the compose cluster, train on it and break it (needs Docker); COMPOSE_FAULTS=50 breaks more
 	@$(BIN)/pytest -m compose tests/compose
+
+prometheus-test: install  ## Let Prometheus watch a cluster that loses a server (needs prometheus and promtool on the PATH)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m prometheus tests/integration/test_prometheus.py
 
 $(LOCK_INSTALLED): Makefile
 	@$(PYTHON) -m venv $(LOCK_VENV)

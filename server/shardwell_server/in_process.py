@@ -88,7 +88,7 @@ class _Server:
         self._done = asyncio.run_coroutine_threadsafe(run(endpoint), self._loop)
         self._done.add_done_callback(self._note_end)
 
-    def _note_ready(self, _: ServiceDescriptor, address: str) -> None:
+    def _note_ready(self, service: ServiceDescriptor, address: str, metrics_address: str) -> None:
         self._address.set_result(address)
 
     def _note_end(self, done: Future[None]) -> None:

@@ -231,17 +231,25 @@ def test_error_names_an_invalid_setting(
 
 def test_members_differ_in_name_and_port_only() -> None:
     settings: dict[str, Any] = {"processes": 3, "coordinator": "c:1", "listen": "0.0.0.0:7", "threads": 2, "id": ""}
-    settings["audit_log"] = "/audit"
+    settings |= {"audit_log": "/audit", "metrics_port": 9464}
     members = member_settings(
         settings, server_id="host", memory_budget_bytes=100, bind="0.0.0.0:7", supervisor="boot/ns/1/2"
     )
     common = {"processes": 1, "coordinator": "c:1", "threads": 2, "memory_budget": 33, "exit_with_parent": True}
     common["supervisor"] = "boot/ns/1/2"
     assert members == [
-        {**common, "id": f"host-{n}", "listen": f"0.0.0.0:{7 + n}", "audit_log": f"/audit-{n}"} for n in range(3)
+        {
+            **common,
+            "id": f"host-{n}",
+            "listen": f"0.0.0.0:{7 + n}",
+            "audit_log": f"/audit-{n}",
+            "metrics_port": 9464 + n,
+        }
+        for n in range(3)
     ]
+    settings["metrics_port"] = 0
     free = member_settings(settings, server_id="host", memory_budget_bytes=100, bind="[::]:0")
-    assert [member["listen"] for member in free] == ["[::]:0"] * 3
+    assert [(member["listen"], member["metrics_port"]) for member in free] == [("[::]:0", 0)] * 3
 
 
 def test_command_line_contains_the_settings() -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
 """Seconds before a stopping server is killed. An interpreter with torch needs one, and several on a busy machine."""
+_METRICS_PORT = "--metrics-port"
 _LISTEN = ("--listen", "127.0.0.1:0")
 _LOG_TAIL_LINES = 20
 _MAX_QUICK_ENDS, _QUICK_END_S = 5, 1.0
@@ -65,6 +66,8 @@ class LocalCluster:
             file: they do not find the credentials by the address. None: connections are not encrypted.
         checkpoint_root: Folders and URLs, separated by commas, below which trainers may name folders of checkpoints.
             None: as ``SHARDWELL_CHECKPOINT_ROOT`` says, else every folder that this user can open.
+        metrics: Whether each server serves metrics for Prometheus at a free loopback port: see
+            ``ServerProcess.metrics_address``.
         start_limit_s: Seconds to wait until the servers are ready.
 
     Attributes:
@@ -97,6 +100,7 @@ class LocalCluster:
         log_level: str = "info",
         tls: TlsOptions | None = None,
         checkpoint_root: str | Path | None = None,
+        metrics: bool = False,
         start_limit_s: float = 60.0,
     ) -> None:
         if num_shards < 1:
@@ -106,6 +110,7 @@ class LocalCluster:
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
         self._state_dir, self._log_dir, self._tls = state_dir, log_dir, tls
         self._checkpoint_root = str(checkpoint_root or os.environ.get(ROOT_VARIABLE) or "any")
+        self._metrics_options = [_METRICS_PORT, "0"] if metrics else []
         self._start_limit_s = start_limit_s
         self._temporary: TemporaryFolder | None = None
         self._started: list[ServerProcess] = []
@@ -165,7 +170,7 @@ class LocalCluster:
         self.credentials = Credentials(self.key)
         self.token_file = write_key(folder / "token", self.key)
         common = [*_LISTEN, "--exit-with-parent", "--token-file", self.token_file]
-        common += ["--checkpoint-root", self._checkpoint_root]
+        common += ["--checkpoint-root", self._checkpoint_root, *self._metrics_options]
         if self._tls is not None:
             self.credentials = replace(self.credentials, tls=Tls(self._tls))
             common += _tls_options(self._tls)
@@ -213,6 +218,8 @@ class ServerProcess:
         self.log_path = log_path
         self._arguments = list(arguments)
         self._address: str | None = None
+        self.metrics_address = ""
+        """host:port of ``/metrics``. It stays the same when the server is started again. Empty: none are served."""
         self._stop_requested = False
         self._lock = threading.RLock()
         """Held while the process is replaced or stopped."""
@@ -267,7 +274,9 @@ class ServerProcess:
         if line is None:
             how = f"ended with exit code {self.exit_code}" if not self._is_alive() else "was not ready in time"
             raise UnavailableError(f"{self.name} {how}. {self.log_tail()}", server=self.name)
-        self._address, self._ready_s = json.loads(line)["address"], time.monotonic()
+        ready = json.loads(line)
+        self._address, self._ready_s = ready["address"], time.monotonic()
+        self.metrics_address = ready.get("metrics", "")
 
     @property
     def known_address(self) -> str:
@@ -321,6 +330,9 @@ class ServerProcess:
     def _replace(self) -> None:
         """Starts a new process at the same address."""
         self._arguments[self._arguments.index("--listen") + 1] = self.address
+        if self.metrics_address:
+            port = self.metrics_address.rpartition(":")[2]
+            self._arguments[self._arguments.index(_METRICS_PORT) + 1] = port
         self._process = self._start()
         self._watch()
 

@@ -104,6 +104,8 @@ def _run(arguments: argparse.Namespace) -> int:
         process.run(
             coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir), credentials=credentials),
             log_level=arguments.log_level,
+            log_format=arguments.log_format,
+            name="coordinator",
         )
     return 0
 
@@ -156,6 +158,7 @@ async def coordinate(
             credentials=credentials,
             calls=call_server,
             end_standing=coordinator.state.stop,
+            read_metrics=coordinator.metrics,
         )
     finally:
         await calls.close()

@@ -8,11 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
+from prometheus_client.core import Metric
+
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
 from shardwell_server.coordinator.checkpoints.restoring import RunRestorer, UnitFiller
 from shardwell_server.coordinator.checkpoints.saving import CheckpointSaver
 from shardwell_server.coordinator.committer import Committer, StepPreparer, UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.coordinator.inspection.run_metrics import coordinator_metrics
 from shardwell_server.coordinator.leases.server_leases import ServerLeases
 from shardwell_server.coordinator.leases.trainer_leases import TrainerLeases
 from shardwell_server.coordinator.placement import UnitPlacer
@@ -131,6 +134,11 @@ class Coordinator:
         freed = await asyncio.gather(*(self._drop(run, server_id) for server_id in dict(run.units.holders)))
         self.state.events.add(EventKind.RUN_DELETED, f"{sum(freed)} bytes were freed", run=name)
         return sum(freed)
+
+    def metrics(self) -> Iterable[Metric]:
+        """Returns what Prometheus reads."""
+        state = self.state
+        return coordinator_metrics(state.runs, state.cluster, state.events, state.term, state.clock())
 
     def deleted_run_ids(self, run_ids: Iterable[str]) -> list[str]:
         """Returns the ids that belong to no existing run."""

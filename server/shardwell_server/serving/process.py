@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from shardwell_server.serving import json_log, metrics
 from shardwell_server.serving.authentication import ALL_STANDARD, check_caller, interceptors
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.limits import RequestLimits, grpc_port
@@ -50,8 +51,9 @@ STOP_GRACE_S = 2.0
 """Time for rpcs in flight to finish when the process is asked to stop."""
 
 
-def _print_ready(service: ServiceDescriptor, address: str) -> None:
-    print(json.dumps({"ready": service.full_name, "address": address}), flush=True)
+def _print_ready(service: ServiceDescriptor, address: str, metrics_address: str) -> None:
+    ready = {"ready": service.full_name, "address": address}
+    print(json.dumps(ready | ({"metrics": metrics_address} if metrics_address else {})), flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +68,12 @@ class Endpoint:
     """Stop when standard input closes, because the parent process has ended."""
     without_token: Collection[str] = ALL_STANDARD
     """Services of gRPC that need no token, such as ``health``."""
+    metrics_bind: str = ""
+    """host:port on which metrics are served over HTTP. Port 0: a free port. Empty: they are not served."""
     stop: asyncio.Event | None = None
     """Set to stop a server that runs in a thread. None: signals stop the server."""
-    on_ready: Callable[[ServiceDescriptor, str], None] = _print_ready
-    """Called with the service and its address when the server accepts rpcs."""
+    on_ready: Callable[[ServiceDescriptor, str, str], None] = _print_ready
+    """Called with the service, its address and that of its metrics when the server accepts rpcs."""
 
     def __post_init__(self) -> None:
         host, separator, port = self.bind.rpartition(":")
@@ -109,11 +113,13 @@ async def serve(
     calls: CallServer | None = None,
     end_standing: Callable[[], None] = lambda: None,
     leave: Callable[[], Awaitable[object]] | None = None,
+    read_metrics: metrics.Read = tuple,
 ) -> None:
     """Serves one service, with health checks and reflection, until SIGTERM, SIGINT or the end of the parent process.
 
     When ``background`` is entered and rpcs are accepted, calls ``endpoint.on_ready``, which by default prints the JSON
-    line ``{"ready": service, "address": "host:port"}`` to standard output.
+    line ``{"ready": service, "address": "host:port"}`` to standard output, with the address of the ``metrics`` if there
+    are any.
 
     Args:
         service: The service.
@@ -126,6 +132,7 @@ async def serve(
             ``STOP_GRACE_S``.
         leave: Called after the first SIGTERM, while the server still serves. The server stops when it returns, or at
             once after a second signal. None: SIGTERM stops the server at once.
+        read_metrics: Returns the server's metrics, besides those that all servers have.
     """
     admission = interceptors(credentials.key, endpoint.without_token)
     server = grpc.aio.server(interceptors=admission, options=SERVER_OPTIONS)
@@ -150,12 +157,13 @@ async def serve(
     try:
         async with AsyncExitStack() as stack:
             stack.enter_context(grpc_port(port))
+            metrics_address = await stack.enter_async_context(metrics.serving(endpoint.metrics_bind, read_metrics))
             entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
             if not await _done_before(entering, stop, leaving):
                 return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            endpoint.on_ready(service, address)
+            endpoint.on_ready(service, address, metrics_address)
             logger.info("%s serves at %s", service.full_name, address)
             working = asyncio.ensure_future(entering.result())
             try:
@@ -254,12 +262,16 @@ def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], No
         loop.call_soon_threadsafe(stop)
 
 
-def run(main: Awaitable[_Result], *, log_level: str) -> _Result:
-    """Runs a server's main coroutine with logging to standard error; returns its result."""
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+def run(main: Awaitable[_Result], *, log_level: str, log_format: str = "text", name: str = "") -> _Result:
+    """Runs a server's main coroutine with logging to standard error; returns its result.
 
+    Args:
+        main: The coroutine.
+        log_level: Lowest level that is logged.
+        log_format: ``text`` or ``json``.
+        name: Name of this process in a log in JSON.
+    """
+    json_log.configure(log_level, log_format, name)
     _allow_many_files()
 
     async def until_done() -> _Result:

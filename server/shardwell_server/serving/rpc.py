@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from shardwell_server.serving import authorization
+from shardwell_server.serving import authorization, json_log, metrics
 from shardwell_server.serving.authorization import CALLER, check_request
 from shardwell_server.serving.limits import MAX_LOGGED_PER_S, Rate, RequestLimits
 from shardwell_wire.errors import (
@@ -98,6 +99,7 @@ class Call:
 
     def check(self, request: Message) -> None:
         """Admits a request, or the header of a stream. Raises AccessError if the caller may not send it."""
+        json_log.note_request(self.method, self.peer, request)
         if self.caller is not None:
             check_request(self.caller, self.method, request, self.run_id_of)
         authorization.record_admitted(self.method, self.peer, request)
@@ -199,12 +201,16 @@ def _unary_rpc(
     make_call: _MakeCall,
     limits: RequestLimits,
 ) -> UnaryRpc:
+    durations = metrics.rpc_durations(path)
+
     async def respond(data: bytes, context: RpcContext) -> bytes:
-        call = make_call(path, context)
+        call, start_s = make_call(path, context), time.perf_counter()
         async with limits.request(call.caller, call.peer, len(data)):
             request = _decode(method, data)
             call.check(request)
-            return (await implementation(request, call)).SerializeToString()
+            answer = (await implementation(request, call)).SerializeToString()
+        durations.add(time.perf_counter() - start_s)
+        return answer
 
     return respond
 
@@ -225,11 +231,15 @@ def _stream_unary(
     make_call: _MakeCall,
     limits: RequestLimits,
 ) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[bytes]]:
+    durations = metrics.rpc_durations(path)
+
     async def handle(stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
         try:
-            call = make_call(path, context)
+            call, start_s = make_call(path, context), time.perf_counter()
             async with limits.request(call.caller, call.peer):
-                return (await implementation(stream, call)).SerializeToString()
+                answer = (await implementation(stream, call)).SerializeToString()
+            durations.add(time.perf_counter() - start_s)
+            return answer
         except Exception as error:
             await abort(context, path, error)
 
@@ -243,14 +253,17 @@ def _unary_stream(
     make_call: _MakeCall,
     limits: RequestLimits,
 ) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[bytes]]:
+    durations = metrics.rpc_durations(path)
+
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
-            call = make_call(path, context)
+            call, start_s = make_call(path, context), time.perf_counter()
             async with limits.request(call.caller, call.peer, len(data)):
                 request = _decode(method, data)
                 call.check(request)
                 async for message in implementation(request, call):
                     yield message if isinstance(message, bytes) else message.SerializeToString()
+            durations.add(time.perf_counter() - start_s)
         except Exception as error:
             await abort(context, path, error)
 
@@ -265,6 +278,7 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
         error: Error that the handler raised.
         peer: Address of the caller, for the log.
     """
+    metrics.count_failed(path, _status_of(error).name)
     if isinstance(error, AccessError | TooManyRequestsError):
         authorization.record_refused(path, peer, error)
     if not isinstance(error, ShardwellError) or error.status is None:
@@ -278,13 +292,17 @@ def reported_error(path: str, error: Exception, peer: str) -> ShardwellError:
     return error
 
 
+def _status_of(error: Exception) -> grpc.StatusCode:
+    known = error.status if isinstance(error, ShardwellError) else None
+    return known or grpc.StatusCode.INTERNAL
+
+
 async def abort(context: grpc.aio.ServicerContext, path: str, error: Exception) -> NoReturn:
     """Ends the rpc with the status of ``error``."""
     if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
         raise error
     error = reported_error(path, error, str(context.peer()))
-    status = error.status or grpc.StatusCode.INTERNAL
-    await context.abort(status, wire_message(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
+    await context.abort(_status_of(error), wire_message(error), ((STATUS_DETAILS_KEY, to_status_details(error)),))
     raise AssertionError("abort returned")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwell_server.serving.authentication import ALL_STANDARD
 from shardwell_server.serving.authorization import FORMER_FILES, MAX_FILE_BYTES
+from shardwell_server.serving.metrics import METRICS_PATH
 from shardwell_server.serving.process import Endpoint
 from shardwell_wire.checkpoints.opening import ROOT_OPTION, CheckpointRoots
 from shardwell_wire.errors import UsageError
@@ -128,6 +129,17 @@ def add_common_options(parser: argparse.ArgumentParser, *, listen: str) -> None:
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when standard input closes")
     levels = ("debug", "info", "warning", "error")
     add_option(parser, "--log-level", "level of the log on standard error", "info", choices=levels)
+    forms = ("text", "json")
+    add_option(parser, "--log-format", "json: one object per line, with run, step and request", "text", choices=forms)
+    add_option(
+        parser,
+        "--metrics-port",
+        f"port on which Prometheus reads http://HOST:PORT{METRICS_PATH}, without TLS and token; 0: a free port",
+        shown="none, no metrics are served",
+        type=_parse_port,
+        metavar="PORT",
+    )
+    add_option(parser, "--metrics-host", "host of --metrics-port to listen on", "127.0.0.1", metavar="HOST")
 
 
 def _add_tls_options(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +163,12 @@ def _parse_names(text: str) -> str:
     return ",".join(sorted(names))
 
 
+def _parse_port(text: str) -> int | None:
+    if text and not (text.isdigit() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
+    return int(text) if text else None
+
+
 def parse_size(text: str) -> int:
     """Returns the bytes in a text such as ``4GiB``, ``512 MB`` or ``65536``. For argparse."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
@@ -161,8 +179,10 @@ def parse_size(text: str) -> int:
 
 def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
     """Returns where a server listens, and how it is stopped."""
+    port, host = arguments.metrics_port, arguments.metrics_host
     return Endpoint(
         bind=arguments.listen,
+        metrics_bind="" if port is None else f"{host}:{port}",
         advertise=arguments.advertise,
         exit_with_parent=arguments.exit_with_parent,
         without_token=ALL_STANDARD & set(arguments.without_token.split(",")),

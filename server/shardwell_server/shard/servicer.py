@@ -266,6 +266,7 @@ class ShardServicer:
                     found.source.check()
                     yield encoder.encode([found.memory()[start : start + size]])
                     fault_points.reach("server.gather.middle")
+            self._store.traffic.gathered_bytes += found.size_bytes
 
     async def ReduceScatter(self, stream: AsyncIterator[bytes], call: Call) -> shard_pb2.ReduceScatterResponse:
         incoming = IncomingMessages(stream, shard_pb2.ReduceScatterRequest)

@@ -11,7 +11,7 @@ from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.ranks.rank_assignment import Replica
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.run_checkpoints import CheckpointInFlight
-from shardwell_server.coordinator.servers.cluster import Cluster
+from shardwell_server.coordinator.servers.cluster import Cluster, Server
 from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.steps.step import Step, WorkState
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
@@ -373,6 +373,13 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
     )
 
 
+def describe_server_state(server: Server) -> coordinator_pb2.ServerState.ValueType:
+    """Returns the state of a shard server, as users see it."""
+    if server.live and not server.reached:
+        return coordinator_pb2.SERVER_STATE_UNREACHABLE
+    return server.state.value
+
+
 def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinator_pb2.ListServersResponse:
     """Lists every registered shard server, with the shards that it has."""
     primaries: Counter[str] = Counter()
@@ -397,9 +404,7 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 budget_bytes=server.budget_bytes,
                 reserved_bytes=server.reserved_bytes,
                 used_bytes=server.used_bytes,
-                state=coordinator_pb2.SERVER_STATE_UNREACHABLE
-                if server.live and not server.reached
-                else server.state.value,
+                state=describe_server_state(server),
                 unreachable_because=server.unreachable_because,
                 owns_nothing=server.owns_nothing,
                 draining=server.draining,

@@ -6,8 +6,8 @@ import asyncio
 import heapq
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from enum import StrEnum
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -122,6 +122,12 @@ _ROUTINE = frozenset(
 """Frequent events. A separate queue stores them, because they would evict the rare events within a minute."""
 
 
+_OF_CLUSTER = frozenset(
+    kind for kind in EventKind if kind.startswith(("coordinator_", "server_")) or kind is EventKind.RUN_DELETED
+)
+"""Kinds of events that belong to no run."""
+
+
 class EventLog:
     """Recent events and their watchers. For one event loop.
 
@@ -134,6 +140,8 @@ class EventLog:
         self._routine: deque[tuple[int, coordinator_pb2.WatchEventsResponse]] = deque(maxlen=KEPT_EVENTS)
         self._rare: deque[tuple[int, coordinator_pb2.WatchEventsResponse]] = deque(maxlen=KEPT_EVENTS)
         self._count = 0
+        self._counts: dict[str, Counter[str]] = {}
+        """Events since the start by run and kind. Without those of deleted runs."""
         self._watchers: set[_Watcher] = set()
 
     def add(self, kind: EventKind, message: str, *, run: str = "") -> None:
@@ -141,7 +149,12 @@ class EventLog:
         event = coordinator_pb2.WatchEventsResponse(
             time=timestamp(self._wall_clock()), kind=kind, run=run, message=message
         )
-        logger.info("%s%s: %s", f"run {run!r}: " if run else "", kind, message)
+        fields = {"run": run, "event": str(kind)} if run else {"event": str(kind)}
+        logger.info("%s%s: %s", f"run {run!r}: " if run else "", kind, message, extra={"fields": fields})
+        if kind is EventKind.RUN_DELETED:
+            self._counts.pop(run, None)
+        counted = "" if kind is EventKind.RUN_DELETED else run
+        self._counts.setdefault(counted, Counter())[kind] += 1
         (self._routine if kind in _ROUTINE else self._rare).append((self._count, event))
         self._count += 1
         for watcher in self._watchers:
@@ -150,6 +163,18 @@ class EventLog:
     def kept(self) -> list[coordinator_pb2.WatchEventsResponse]:
         """Returns the kept events in the order in which they happened."""
         return [event for _, event in heapq.merge(self._rare, self._routine, key=lambda numbered: numbered[0])]
+
+    def counts(self, runs: Collection[str]) -> Iterator[tuple[str, str, int]]:
+        """Yields the run, the kind and the number of events since the start, also of kinds without an event.
+
+        Args:
+            runs: Names of the runs. The events of the cluster have the run "".
+        """
+        for run in ("", *runs):
+            counts = self._counts.get(run, Counter[str]())
+            kinds = (kind for kind in EventKind if (kind in _OF_CLUSTER) == (run == ""))
+            for kind in dict.fromkeys((*kinds, *counts)):
+                yield run, str(kind), counts[kind]
 
     async def watch(self, run: str, duration_s: float | None) -> AsyncIterator[coordinator_pb2.WatchEventsResponse]:
         """Yields the kept events in order, then new events as they happen.

@@ -16,11 +16,14 @@ from shardwell_server.coordinator.steps.proposals import (
 from shardwell_server.coordinator.steps.step import Step
 from shardwell_server.coordinator.storage.records import KEPT_COMMITS, CommitRecord
 from shardwell_server.optimizer_checks import units_that_count
+from shardwell_server.serving.metrics import Durations
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 KEPT_LOGGED = 1000
 """Steps whose logged numbers are kept in memory for inspection."""
+_STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+"""Upper bounds of the histogram of step times, in seconds."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,10 @@ class CommittedSteps:
         """True while a commit record is being written. It is then too late to reset a work item."""
         self.record_s = 0.0
         """How long it took to write the last commit record; 0 after a restart."""
+        self.durations = Durations(_STEP_BOUNDS)
+        """Times between two commits since the start of the coordinator."""
+        self._committed_s: float | None = None
+        """Clock time of the last commit. None: none since the start of the coordinator."""
         self._slowest_update: UpdateTime | None = None
         self._previous_update: UpdateTime | None = None
 
@@ -138,6 +145,9 @@ class CommittedSteps:
         if record.means:
             self.logged.append(record)
         self.state = state
+        if self._committed_s is not None:
+            self.durations.add(now - self._committed_s)
+        self._committed_s = now
         self._expect_updates(record, servers, now)
 
     def _expect_updates(self, record: CommitRecord, servers: Iterable[tuple[str, str]], now: float) -> None:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from shardwell_server.shard.process.registration import Registration, RelayOffer
 from shardwell_server.shard.requests.inspection import ServerProcess
 from shardwell_server.shard.requests.peers import GrpcPeers, Owners
 from shardwell_server.shard.requests.relay import Relay
+from shardwell_server.shard.requests.server_metrics import server_metrics
 from shardwell_server.shard.servicer import ShardServicer, offered_transports
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
@@ -261,8 +263,17 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_group(arguments, endpoint)
     authorization.start(arguments.audit_log)
     torch.set_num_threads(arguments.threads)
-    process.run(serve(arguments, endpoint), log_level=arguments.log_level)
+    process.run(
+        serve(arguments, endpoint),
+        log_level=arguments.log_level,
+        log_format=arguments.log_format,
+        name=_server_id(arguments),
+    )
     return 0
+
+
+def _server_id(arguments: argparse.Namespace) -> str:
+    return arguments.id or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int:
@@ -271,14 +282,16 @@ def _run_group(arguments: argparse.Namespace, endpoint: process.Endpoint) -> int
     }
     members = member_settings(
         settings,
-        server_id=arguments.id or f"{socket.gethostname()}-{os.getpid()}",
+        server_id=_server_id(arguments),
         memory_budget_bytes=_budget_bytes(arguments),
         bind=endpoint.bind,
         # Without a name of its own, no later group has the same members.
         supervisor=_supervisor(arguments) if arguments.id else own_identity(),
     )
     group = ProcessGroup(members, stop_limit_s=None if arguments.state_dir else arguments.drain_s + STOP_S)
-    return process.run(group.run(endpoint), log_level=arguments.log_level)
+    return process.run(
+        group.run(endpoint), log_level=arguments.log_level, log_format=arguments.log_format, name=_server_id(arguments)
+    )
 
 
 def _budget_bytes(arguments: argparse.Namespace) -> int:
@@ -288,7 +301,7 @@ def _budget_bytes(arguments: argparse.Namespace) -> int:
 
 async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> None:
     """Serves ``ShardService`` with the command's arguments until the process is asked to stop."""
-    server_id = arguments.id or f"{socket.gethostname()}-{os.getpid()}"
+    server_id = _server_id(arguments)
     fault_points.describe_process(server=server_id)
     credentials = server_options.credentials_of(arguments)
     insecure = server_options.insecurity(endpoint.host, credentials, arguments)
@@ -323,6 +336,7 @@ async def serve(arguments: argparse.Namespace, endpoint: process.Endpoint) -> No
                 credentials=credentials,
                 calls=calls,
                 end_standing=servicer.end_standing_streams,
+                read_metrics=partial(server_metrics, store),
                 leave=(lambda: registration.drain(arguments.drain_s)) if arguments.drain_s else None,
             )
             await servicer.close()

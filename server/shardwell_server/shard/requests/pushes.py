@@ -267,6 +267,10 @@ class Push:
         else:
             source.check_adoptable(self._shard)  # the transport session may have closed while this push waited
             await self._shard.gradient.add_part(self._header, source, checksum)
+            if checksum is None:
+                self._store.traffic.adopted_bytes += self._shard.size_bytes
+            else:
+                self._store.traffic.streamed_bytes += self._plan().size_bytes
             fault_points.reach("server.push.accepted", dp_rank=self._dp_rank, part=self._part)
         if self._shard.gradient.seems_complete:
             reduce_soon(self._store, self._run, self._shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -256,7 +257,11 @@ async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[
             changed = min(shard.values.changed_version, version)
             response.changes.add(unit=shard.unit, start_bytes=shard.start_bytes, version=changed)
         response.shard_count = len(pins)
-        yield response
+        run.pins[version] += 1
+        try:
+            yield response
+        finally:
+            run.pins -= Counter((version,))
     finally:
         for values, pinned in pins:
             values.unpin(pinned)

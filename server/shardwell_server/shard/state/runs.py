@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class HostedRun:
         """Updates of several small shards at once."""
         self.complete: list[UnitShard] = []
         """Shards whose contributions seem to have arrived, to be reduced in the background."""
+        self.pins: Counter[int] = Counter()
+        """Readers that pin a version, by version."""
         self.duplicate_count = 0
         self.differing_duplicate_count = 0
         self.dropped = asyncio.Event()

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardwell_server.serving.rpc import RequestLog
@@ -39,6 +40,18 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED_IDS = 1024
 """Number of deleted runs whose ids are remembered. Requests for these runs get a precise error and reserve nothing."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that a server has exchanged with trainers and readers."""
+
+    gathered_bytes: int = 0
+    """Weights that were sent over connections."""
+    streamed_bytes: int = 0
+    """Gradients that were accepted over connections."""
+    adopted_bytes: int = 0
+    """Gradients that were accepted in shared memory."""
 
 
 class NamesRun(Protocol):
@@ -89,6 +102,7 @@ class ShardStore:
         self.when_reduced: Callable[[HostedRun, UnitShard], None] = _ignore
         """Called when the mean gradient of a shard has been computed before the step is prepared."""
         self.requests = RequestLog()
+        self.traffic = Traffic()
         self.replicated_bytes = 0
         """Bytes of copies of shards, and of steps, that backups have got: as streams, or from shared memory."""
 

@@ -292,6 +292,7 @@ async def groups(
                     left_bytes -= found.size_bytes
                     group.add(number, found)
             yield group
+            store.traffic.gathered_bytes += group.size_bytes
 
 
 def _check(request: shard_pb2.GatherBatchRequest) -> None:

@@ -270,6 +270,7 @@ class StreamRequests:
             await self._connection.send_stream(
                 found.pieces(self._connection.piece_bytes), found.header, found.check_unchanged
             )
+            self._store.traffic.gathered_bytes += found.size_bytes
 
     async def _push(self, header: shard_pb2.ReduceScatterHeader, wait_s: float) -> None:
         self._check_run(header.context)
