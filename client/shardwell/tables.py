@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from shardwell_wire.v1 import coordinator_pb2
 
 _REPORT_WIDTH = 120
+_GAP = 3
+"""Spaces between the columns of a listing."""
+_WRAPPED_WIDTH = 24
+"""Least width of a column that may be narrower than its cells, in characters."""
+_MAX_WIDTH = 100_000
 _DIVISION = ("STAGE", "PP", "LAYERS", "COUNT", "KIND", "PARAMETERS", "SIZE", "STYLE", "SENT PER STEP AND DP RANK")
 
 
@@ -48,9 +55,55 @@ def report_table(
     return table
 
 
+class Listing:
+    """A table for the answer of a server. Cells do not break inside words.
+
+    If the columns do not fit the console, optional columns are left out, one after the other. If the others do not
+    fit either, the lines are longer than the console.
+
+    Args:
+        *headings: Headings of the columns.
+        optional: Headings of the columns that may be left out, the least important first.
+        wrapped: Headings of the columns whose cells continue in the next line, at spaces.
+    """
+
+    def __init__(self, *headings: str, optional: Iterable[str] = (), wrapped: Collection[str] = ()) -> None:
+        self._headings, self._optional, self._wrapped = headings, tuple(optional), wrapped
+        self._rows: list[Sequence[str | Text]] = []
+
+    @property
+    def row_count(self) -> int:
+        return len(self._rows)
+
+    def add_row(self, *cells: str | Text) -> None:
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        omitted: set[str] = set()
+        for heading in (*self._optional, None):
+            table = self._table(omitted)
+            needed = Measurement.get(console, options.update(width=_MAX_WIDTH), table).minimum
+            if needed <= options.max_width or heading is None:
+                break
+            omitted.add(heading)
+        yield from console.render(table, options.update(width=max(needed, options.max_width)))
+
+    def _table(self, omitted: Collection[str]) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
+        kept = [index for index, heading in enumerate(self._headings) if heading not in omitted]
+        for index in kept:
+            heading = self._headings[index]
+            longest = max(map(cell_len, (heading, *(str(row[index]) for row in self._rows))))
+            wraps = heading in self._wrapped
+            table.add_column(heading, min_width=min(longest, _WRAPPED_WIDTH) if wraps else longest, no_wrap=not wraps)
+        for row in self._rows:
+            table.add_row(*(row[index] for index in kept))
+        return table
+
+
 def listing_table(*headings: str) -> Table:
-    """Returns a table for the answer of a server: wide gaps, and long cells continue in the next line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    """Returns a table with wide gaps, whose long cells continue in the next line."""
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0))
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table

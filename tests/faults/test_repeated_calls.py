@@ -100,8 +100,9 @@ EXECUTED_TWICE: Mapping[str, set[str]] = {
 }
 
 OVER_GRPC_ONLY = {
-    # Commands of operators use gRPC only. The repetition would not find the server, which is forgotten.
+    # Commands of operators use gRPC only. A repeated ForgetServer would not find the server, which is forgotten.
     "ForgetServer",
+    "DescribeCluster",
     # A shard server calls the coordinator over gRPC only.
     "RegisterServer",
     "HeartbeatServer",

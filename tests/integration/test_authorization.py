@@ -56,7 +56,7 @@ ADMITTED = {
     """ReserveUnit ReleaseUnit PublishUnit Fence PrepareStep ConfirmPartitions PrepareUpdate Update CopyShard
     PromoteShards ReleaseShards HashShards DropRun BeginCheckpoint DescribeCheckpoint AbortCheckpoint BeginRestore
     LoadShards""": {COORDINATOR},
-    "DeleteRun ForgetServer SetBackups RebalanceRun VerifyRun ListServers": {OPERATOR},
+    "DeleteRun ForgetServer SetBackups RebalanceRun VerifyRun ListServers DescribeCluster": {OPERATOR},
     "DrainServer": {OPERATOR, SERVER},
     "Join SaveCheckpoint": {OPERATOR, MEMBER, TRAINER},
     MEMBER_RPCS: {MEMBER},

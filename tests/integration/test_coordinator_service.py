@@ -355,7 +355,7 @@ def test_malformed_bytes_are_rejected(shared: Cluster, data: bytes) -> None:
 
 
 def test_empty_requests_are_rejected_by_field_name(shared: Cluster) -> None:
-    lists = {"ListRuns", "ListServers", "WatchEvents"}
+    lists = {"ListRuns", "ListServers", "DescribeCluster", "WatchEvents"}
     for method in coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods:
         if method.name not in lists:
             with pytest.raises((InvalidRequestError, NotFoundError, StaleEpochError)) as refused:

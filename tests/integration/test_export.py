@@ -203,7 +203,9 @@ def test_transformers_loads_the_export(
 # Errors.
 
 
-def test_invalid_arguments_are_rejected(ended: Training, export: Command, tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(
+    ended: Training, export: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     done = export(ended.run, tmp_path / "full")
@@ -212,7 +214,8 @@ def test_invalid_arguments_are_rejected(ended: Training, export: Command, tmp_pa
     assert done.code == 1 and "notes.txt is a file: name a folder" in done.err
     done = export("nowhere", tmp_path / "new")
     assert done.code == 1 and "run 'nowhere' does not exist; existing runs: " in done.err
-    assert main(["export", "gpt", str(tmp_path / "new"), "--address", "127.0.0.1:1", "--timeout", "2"]) == 1
+    assert main(["export", "gpt", str(tmp_path / "new"), "--address", "127.0.0.1:1", "--timeout", "2"]) == 4
+    assert capsys.readouterr().err.startswith("shardwell export: no answer from a coordinator at 127.0.0.1:1 (")
     assert not (tmp_path / "new").exists()
 
 

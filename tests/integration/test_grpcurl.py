@@ -62,6 +62,7 @@ def test_grpcurl_describes_the_services(coordinator: Grpcurl, shard: Grpcurl) ->
         ),
         ("ListUnits", {"run": RUN}, {"units", "version", "placement"}),
         ("ListServers", {}, {"servers", "coordinator_insecure"}),
+        ("DescribeCluster", {"run": RUN}, {"shardwell_version", "term", "servers", "runs", "problems"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),
     ],
 )

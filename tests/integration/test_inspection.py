@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import pty
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -12,6 +18,7 @@ import pytest
 import torch
 
 import shardwell
+from shardwell.command import inspect_commands
 from shardwell.command.cli import main
 from tests.support.cluster import build_model, small_run, wait_until
 
@@ -35,8 +42,8 @@ def show(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) ->
 
 def test_runs_command_lists_runs(show, run) -> None:
     line = next(line for line in show("runs").splitlines() if line.startswith(run))
-    assert line.split()[2:6] == ["1", "x", "1", "x"], "the columns after the name and the id"
-    assert "1 live" in line and " 2 " in line
+    assert line.split()[:3] == [run, "running", "2"], "name, status and step"
+    assert "1 of 1" in line and "1 x 1 x 1" in line and "tester on here" in line
 
 
 def test_run_command_describes_a_run(show, run) -> None:
@@ -67,7 +74,7 @@ def test_run_transports_shows_reported_transports(show, cluster: shardwell.Local
 
 def test_world_command_shows_the_world_of_a_run(show, run) -> None:
     output = show("world", run)
-    assert "World(dp=1, tp=1, pp=1): 1 ranks" in output and "tester" in output
+    assert "World(dp=1, tp=1, pp=1): 1 rank\n" in output and "tester" in output
 
 
 def test_world_command_shows_a_hypothetical_world(show) -> None:
@@ -121,6 +128,70 @@ def test_peek_shows_optimizer_state(show, run) -> None:
 def test_json_option_prints_json(show, run) -> None:
     summaries = {summary["run"]: summary for summary in json.loads(show("runs", "--json"))["runs"]}
     assert summaries[run]["committed_step"] == "2"
+
+
+FIELDS = {
+    "status": {"shardwell_version", "term", "servers", "runs", "problems"},
+    "top --once RUN": {"run", "cluster"},
+    "runs": {"runs"},
+    "run RUN": {"summary", "trainers", "work", "grad_norm", "optimizer", "checkpoints"},
+    "world RUN": {"world", "world_size", "rank_assignments", "replicas", "ended"},
+    "units RUN": {"units", "version", "placement"},
+    "servers": {"servers", "coordinator_insecure"},
+    "stall RUN": {"step", "phase", "phase_s", "waiting_for"},
+    "events --duration 0.2": {"time", "kind", "run", "message"},
+    "peek RUN first.weight": {"server_id", "peek"},
+}
+"""Fields of what ``-o json`` prints."""
+
+
+@pytest.mark.parametrize("command", FIELDS)
+def test_every_command_prints_json(show, run, command: str) -> None:
+    words = command.replace("RUN", run).split()
+    printed = show(*words, "-o", "json")
+    documents = [json.loads(line) for line in printed.splitlines()] if printed[1] != "\n" else [json.loads(printed)]
+    assert all(set(document) == FIELDS[command] for document in documents) and documents
+    assert all(line and not line.isspace() for line in show(*words, "-o", "wide").splitlines() if line)
+
+
+def test_every_inspection_command_has_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    tested = {command.split()[0] for command in FIELDS} | {"delete-run", "forget-server"}
+    assert tested == {command.name for command in inspect_commands._COMMANDS}
+
+
+def test_status_is_0_when_healthy_and_3_when_backups_are_missing(
+    cluster: shardwell.LocalCluster, run_name: str, show, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_run(cluster.address, run_name):
+        assert show("status", run_name).startswith("healthy\n")
+    (health,) = json.loads(show("status", run_name, "-o", "json"))["runs"]
+    summary = health["summary"]
+    assert summary["status"] == "RUN_STATUS_FINISHED" and summary["step_s"] > 0
+    assert (summary["created_by"], summary["created_on"]) == ("tester", "here")
+    assert "finished" in next(line for line in show("runs").splitlines() if line.startswith(run_name))
+    show("backups", run_name, "2")  # two servers have room for one backup of each shard
+    assert main(["status", run_name, "--address", cluster.address]) == 3
+    shown = capsys.readouterr().out
+    assert shown.startswith("degraded\n") and "missing or not in sync" in shown
+    show("delete-run", run_name)
+
+
+def test_watching_redraws_a_terminal_until_ctrl_c(cluster: shardwell.LocalCluster, run: str) -> None:
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-m", "shardwell", "top", run, "--watch", "0.1", "--address", cluster.address]
+    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer) as process:
+        os.close(writer)
+        shown = ""
+        while shown.count("Ctrl-C ends") < 3:
+            shown += os.read(reader, 65536).decode()
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the terminal ends with the process
+            while data := os.read(reader, 65536):
+                shown += data.decode()
+        assert process.wait(20) == 0
+    os.close(reader)
+    assert "Traceback" not in shown and "\x1b[1A" in shown, "the cursor moves up to draw again"
+    assert f"run {run}: " in shown and "computing" in shown
 
 
 def test_error_names_an_unknown_run(cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import socket
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,9 +19,10 @@ from rich.console import Console
 import shardwell
 from shardwell.command import cli
 from shardwell.command import inspect_tables as tables
+from shardwell.command.arguments import DEGRADED, INTERRUPTED, UNREACHABLE
 from shardwell.command.cli import build_parser, main
-from shardwell.command.inspect_commands import to_json
 from shardwell.command.inspect_tables import ParameterPiece
+from shardwell.command.output import Answer, show, to_json
 from shardwell.processes import launch
 from shardwell.processes.launch import describe_exit
 from shardwell.tables import format_size
@@ -26,10 +31,10 @@ from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 
-def text(renderable: object) -> str:
-    console = Console(width=200, highlight=False)
+def text(renderable: object, width: int = 200) -> str:
+    console = Console(width=width, highlight=False, color_system=None)
     with console.capture() as capture:
-        console.print(renderable)
+        console.print(renderable, crop=False)
     return capture.get()
 
 
@@ -59,7 +64,7 @@ def test_coordinator_command_does_not_import_torch() -> None:
 
 
 def test_absent_coordinator_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["runs", "--address", "127.0.0.1:1", "--timeout", "2"]) == 1
+    assert main(["runs", "--address", "127.0.0.1:1", "--timeout", "2"]) == 4
     error = capsys.readouterr().err
     assert error.startswith("shardwell runs: no answer from a coordinator at 127.0.0.1:1 (")
     assert "refused" in error and "SHARDWELL_ADDRESS" in error
@@ -76,6 +81,109 @@ def test_invalid_address_is_rejected_at_once(address: str, tmp_path: Path, capsy
         shardwell.join(address)
     with pytest.raises(shardwell.UsageError, match=re.escape(expected)):
         plan(tmp_path, "--coordinator", address)
+
+
+def test_coordinator_that_does_not_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["status", "--address", address, "--timeout", "0.5"]) == 4
+    assert f"shardwell status: the coordinator at {address} has not answered within 0.5 s" in capsys.readouterr().err
+
+
+def test_exit_codes_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    codes = capsys.readouterr().out.partition("exit codes:\n")[2]
+    listed = [int(line.split()[0]) for line in codes.splitlines()]
+    assert listed == [0, 1, 2, DEGRADED, UNREACHABLE, INTERRUPTED]
+    page = (Path(__file__).parents[2] / "docs/inspection.md").read_text().partition("## Exit codes")[2]
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)] == listed
+
+
+def test_options_of_the_connection_are_a_group_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("runs", "drain", "export", "token"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        own, _, connection = capsys.readouterr().out.partition("options of the connection:")
+        for option in ("--address", "--token-file", "--tls-ca", "--tls-server-name"):
+            assert f"  {option} " in connection and f"  {option} " not in own
+        assert "[--tls-ca" not in own, "the usage names only the command's own options"
+
+
+def complete(*words: str) -> list[str]:
+    """Returns what bash offers for the last word."""
+    script = (
+        'source /dev/stdin <<< "$SCRIPT"; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _shardwell; echo "${COMPREPLY[*]}"'
+    )
+    command = ["bash", "-c", script, "bash", *words]
+    done = subprocess.run(command, env={"SCRIPT": bash_script()}, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@cache
+def bash_script() -> str:
+    with redirect_stdout(StringIO()) as output:
+        assert main(["completion", "bash"]) == 0
+    return output.getvalue()
+
+
+def test_completion_knows_all_commands_options_and_choices() -> None:
+    assert complete("shardwell", "") == commands(build_parser())
+    assert complete("shardwell", "sta") == ["status", "stall"]
+    assert complete("shardwell", "runs", "--w") == ["--watch"]
+    assert complete("shardwell", "runs", "-o", "") == complete("shardwell", "runs", "--output", "")
+    assert complete("shardwell", "runs", "-o", "") == ["table", "wide", "json"]
+    assert complete("shardwell", "export", "gpt", "--format", "") == ["safetensors", "dcp"]
+    assert complete("shardwell", "run", "gp") == [], "the shell completes file names"
+
+
+def test_completion_of_zsh_loads_the_script_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out == f"autoload -U +X bashcompinit && bashcompinit\n{bash_script()}"
+
+
+class Answers:
+    """Answers of a command that is repeated. Ctrl-C follows the last one."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self._answers = [*answers, KeyboardInterrupt()]
+
+    def __call__(self) -> Answer:
+        answer = self._answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize("output", ["table", "wide", "json"])
+def test_watching_appends_to_a_pipe_until_ctrl_c(output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = Answers(
+        Answer(({"step": 1},), "step 1", exit_code=3),
+        shardwell.UnavailableError("the coordinator restarts"),
+        Answer(({"step": 2},), "step 2"),
+    )
+    assert show(argparse.Namespace(output=output, watch=0.0), answers) == 0
+    shown = capsys.readouterr().out
+    if output == "json":
+        assert [json.loads(line) for line in shown.splitlines()] == [
+            {"step": 1},
+            {"error": "the coordinator restarts"},
+            {"step": 2},
+        ]
+    else:
+        lines = [line for line in shown.splitlines() if line and "Ctrl-C ends" not in line]
+        assert lines == ["step 1", "the coordinator restarts", "step 2"]
+
+
+def test_first_error_ends_a_command_that_watches() -> None:
+    with pytest.raises(shardwell.UnavailableError):
+        show(argparse.Namespace(output="table", watch=0.0), Answers(shardwell.UnavailableError("nobody")))
+
+
+def test_watch_takes_no_name_for_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--watch", "gpt"])
+    assert "expected seconds, more than 0, got 'gpt'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "nan"])
@@ -196,6 +304,96 @@ def test_format_duration(seconds: float, expected: str) -> None:
 def test_empty_cluster_prints_no_table() -> None:
     assert tables.runs(coordinator_pb2.ListRunsResponse()) == "no runs"
     assert tables.servers(coordinator_pb2.ListServersResponse()) == "no shard servers"
+
+
+LONG = "gpt-medium-experiment-17-seed-3"
+ADDRESS = "training-node-0017.cluster.example.org:50052"
+
+
+def answers() -> list[object]:
+    """Returns what commands show of long names."""
+    config = coordinator_pb2.RunConfig(world=World(dp=64).to_proto(), backups=2)
+    summary = coordinator_pb2.RunSummary(
+        run=LONG,
+        config=config,
+        committed_step=123456,
+        live_trainer_count=63,
+        run_id="0123456789abcdef",
+        status=coordinator_pb2.RUN_STATUS_RUNNING,
+        step_s=0.25,
+        created_by="trainer-0",
+        created_on="training-node-0017.cluster.example.org",
+    )
+    server = coordinator_pb2.ServerSummary(
+        server_id="shard-17", address=ADDRESS, state=coordinator_pb2.SERVER_STATE_LIVE, live=True, used_bytes=1 << 33
+    )
+    shard = common_pb2.ShardRange(server_id="shard-17", stop_bytes=1 << 30)
+    backup = coordinator_pb2.BackupSummary(shard=shard, state=coordinator_pb2.BACKUP_STATE_IN_SYNC)
+    unit = coordinator_pb2.UnitSummary(unit="model.layers.17.mlp", shards=[shard], backups=[backup] * 9)
+    peeked = shard_pb2.PeekResponse(stop_element=1 << 30, values=[-0.123456] * 16)
+    assignment = coordinator_pb2.RankAssignment(groups=[coordinator_pb2.RankGroup(axis=1, global_ranks=range(64))])
+    rank = coordinator_pb2.RankAssignmentSummary(rank_assignment=assignment, trainer="trainer-0", host="node-0017")
+    health = coordinator_pb2.RunHealth(summary=summary)
+    trainer = coordinator_pb2.TrainerSummary(trainer="trainer-0", host="node-0017", global_ranks=range(64))
+    work = coordinator_pb2.WorkSummary(trainer="trainer-0", state=coordinator_pb2.WORK_STATE_LEASED)
+    described = coordinator_pb2.DescribeRunResponse(summary=summary, trainers=[trainer], work=[work])
+    cluster = coordinator_pb2.DescribeClusterResponse(servers=[server], runs=[health])
+    return [
+        tables.runs(coordinator_pb2.ListRunsResponse(runs=[summary])),
+        tables.run(described),
+        tables.servers(coordinator_pb2.ListServersResponse(servers=[server])),
+        tables.units(coordinator_pb2.ListUnitsResponse(units=[unit])),
+        tables.peek("w", [ParameterPiece("shard-17", peeked)]),
+        tables.world(
+            coordinator_pb2.DescribeWorldResponse(world=World(dp=64).to_proto(), world_size=64, rank_assignments=[rank])
+        ),
+        tables.cluster(cluster, ADDRESS),
+        tables.top(described, cluster),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(answers())))
+def test_tables_fit_80_columns_and_break_no_name(index: int) -> None:
+    narrow, wide = text(answers()[index], 80), text(answers()[index], 100_000)
+    assert max(map(len, narrow.splitlines())) <= 80
+    for name in (LONG, ADDRESS, "shard-17", "trainer-0", "model.layers.17.mlp"):
+        assert (name in narrow) == (name in wide) or name == "trainer-0", "a name is whole, or its column left out"
+    assert set(re.findall(r"[A-Z]{3,}", narrow)) <= set(re.findall(r"[A-Z]{3,}", wide))
+
+
+def test_wide_tables_have_all_columns() -> None:
+    server = coordinator_pb2.ServerSummary(server_id="shard-17", address=ADDRESS)
+    response = coordinator_pb2.ListServersResponse(servers=[server])
+    headings = "SERVER ADDRESS STATE IN USE RESERVED BUDGET PRIMARIES BACKUPS SENT TO BACKUPS LAST HEARTBEAT"
+    assert " ".join(text(tables.servers(response), 100_000).splitlines()[0].split()) == headings
+    assert "SENT TO BACKUPS" not in text(tables.servers(response), 80)
+    assert ADDRESS in text(tables.servers(response), 40), "a line is longer than a console that is too narrow"
+
+
+def test_status_lists_all_problems_first() -> None:
+    running = coordinator_pb2.RunSummary(run="a", status=coordinator_pb2.RUN_STATUS_RUNNING, missing_backup_count=2)
+    stalled = coordinator_pb2.RunSummary(run="b", status=coordinator_pb2.RUN_STATUS_STALLED)
+    response = coordinator_pb2.DescribeClusterResponse(
+        problems=["server 's' has ended"],
+        runs=[
+            coordinator_pb2.RunHealth(summary=running, problems=["2 backups are missing"]),
+            coordinator_pb2.RunHealth(
+                summary=stalled, stall=coordinator_pb2.ExplainStallResponse(waiting_for=["rank 0"])
+            ),
+        ],
+    )
+    assert tables.is_degraded(response)
+    lines = text(tables.cluster(response, "a:1")).splitlines()
+    assert lines[:3] == ["degraded", "  - server 's' has ended", "  - run 'a': 2 backups are missing"]
+    assert "run 'b' waits: rank 0" in lines
+    healthy = coordinator_pb2.DescribeClusterResponse(runs=[coordinator_pb2.RunHealth(summary=stalled)])
+    assert not tables.is_degraded(healthy) and text(tables.cluster(healthy, "a:1")).startswith("healthy\n")
+
+
+def test_every_status_of_a_run_has_a_name() -> None:
+    statuses = coordinator_pb2.RunStatus.values()
+    names = [str(tables._status(status)) for status in statuses]
+    assert names == ["unknown", "waiting", "loading", "running", "stalled", "idle", "finished"]
 
 
 def test_run_table_shows_lost_trainers_and_spares() -> None:

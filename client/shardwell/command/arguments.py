@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 
 from shardwell.find_credentials import find_credentials
 from shardwell.transport.service_client import CoordinatorClient
-from shardwell_wire.errors import UnavailableError
+from shardwell_wire.errors import DeadlineError, UnavailableError
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
 from shardwell_wire.security.tls import add_tls_arguments, has_tls_arguments, tls_options
 
@@ -26,11 +25,20 @@ Handler = Callable[[argparse.Namespace], int]
 Call = Callable[[str, Any], Any]
 """Calls an rpc of the coordinator: name and request."""
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells expect."""
+DEGRADED, UNREACHABLE, INTERRUPTED = 3, 4, 130
+"""Exit codes besides 0, 1 (an error) and 2 (wrong arguments): something is wrong with the cluster or its runs; a server
+does not answer; Ctrl-C ended the command, as shells expect."""
 
-_PIPE_WIDTH = 200
-"""Width of tables that are written to a pipe, in characters."""
+
+_CONNECTION = "options of the connection"
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of texts. The usage omits the options of the connection, which all commands share."""
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        own = [action for action in actions if getattr(action.container, "title", None) != _CONNECTION]
+        super().add_usage(usage, own, groups, prefix)
 
 
 def add_command(
@@ -52,8 +60,9 @@ def add_command(
         description: What its help says first.
         epilog: What its help says last, such as examples.
     """
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser(name, help=help_line, description=description, epilog=epilog, formatter_class=raw)
+    parser = subparsers.add_parser(
+        name, help=help_line, description=description, epilog=epilog, formatter_class=_HelpFormatter
+    )
     parser.set_defaults(handler=handler)
     return parser
 
@@ -73,34 +82,36 @@ def add_coordinator_arguments(
         timeout_s: Default of ``--timeout``.
         what: What the command waits for.
     """
-    add_address_argument(parser, f"{condition}address of the coordinator")
-    parser.add_argument(
+    connection = add_address_argument(parser, f"{condition}address of the coordinator")
+    connection.add_argument(
         "--timeout",
-        type=_positive_seconds,
+        type=positive_seconds,
         default=timeout_s,
         metavar="S",
         help=f"{condition}seconds to wait for {what} (default: {timeout_s:g})",
     )
 
 
-def add_address_argument(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds ``--address``, ``--token-file`` and the options of TLS."""
-    parser.add_argument(
+def add_address_argument(parser: argparse.ArgumentParser, what: str) -> argparse._ArgumentGroup:
+    """Adds ``--address``, ``--token-file`` and the options of TLS; returns their group in the help."""
+    group = parser.add_argument_group(_CONNECTION)
+    group.add_argument(
         "--address",
         default=os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051",
         metavar="HOST:PORT",
         help=f"{what} (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--token-file",
         metavar="PATH",
         help="file with the cluster's key or a token (default: the key of your local cluster at the address, else the "
         f"token in {TOKEN_VARIABLE}, else the file in {TOKEN_FILE_VARIABLE})",
     )
-    add_tls_arguments(parser)
+    add_tls_arguments(group)
+    return group
 
 
-def _positive_seconds(text: str) -> float:
+def positive_seconds(text: str) -> float:
     """Parses a duration of more than 0 s, for argparse."""
     try:
         seconds = float(text)
@@ -136,6 +147,14 @@ def open_coordinator(arguments: argparse.Namespace) -> Iterator[CoordinatorClien
                 "with --address HOST:PORT or SHARDWELL_ADDRESS",
                 **error.data,
             ) from error
+        except DeadlineError as error:
+            if error.data.get("peer") != client.peer:
+                raise
+            raise DeadlineError(
+                f"the coordinator at {address} has not answered within {arguments.timeout:g} s ({error}): it is "
+                "stopped, overloaded or cut off. Check its process and log, or wait longer with --timeout",
+                **error.data,
+            ) from error
 
 
 @contextmanager
@@ -143,11 +162,6 @@ def calling(arguments: argparse.Namespace) -> Iterator[Call]:
     """Yields a function that calls an rpc of the coordinator, as ``open_coordinator``."""
     with open_coordinator(arguments) as coordinator:
         yield partial(coordinator.call, timeout_s=arguments.timeout)
-
-
-def output() -> Console:
-    """Returns a console on standard output. A pipe gets wide lines instead of columns cut to 80 characters."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
 def progress(*columns: ProgressColumn) -> Progress:

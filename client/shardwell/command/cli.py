@@ -7,15 +7,16 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shardwell.command import inspect_commands, run_commands, token_command
-from shardwell.command.arguments import INTERRUPTED
+from shardwell.command import completion_command, inspect_commands, run_commands, token_command
+from shardwell.command.arguments import INTERRUPTED, UNREACHABLE
 from shardwell.processes import launch
-from shardwell_wire.errors import ShardwellError, import_with_torch
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, import_with_torch
 
 _EPILOG = """\
 Train on this machine:             shardwell launch --num-trainers 2 --num-shards 2 train.py
 Train on a cluster:                shardwell launch --coordinator HOST:PORT --run NAME train.py
 How much memory does a run need?   shardwell plan MODEL --dp 8 --servers 4 --bandwidth 10gbit
+Is everything all right?           shardwell status; shardwell top NAME
 Inspect a cluster:                 shardwell runs; shardwell run NAME; shardwell servers
 Why does a run not progress?       shardwell stall NAME
 Why are its steps slow?            shardwell report NAME
@@ -23,6 +24,14 @@ Read a weight during training:     shardwell peek NAME blocks.0.mlp.0.weight
 Export weights during training:    shardwell export NAME FOLDER
 Which checkpoints are there?       shardwell checkpoints DIR; shardwell verify DIR
 Take a server out of a cluster:    shardwell drain SERVER --wait
+
+exit codes:
+  0    the command did what it says
+  1    an error, which standard error explains; `shardwell verify` found a difference
+  2    wrong arguments
+  3    `shardwell status`: a server, a run, backups or checkpoints need attention
+  4    a server cannot be reached, is not ready or does not answer in time: try again
+  130  Ctrl-C
 """
 
 
@@ -66,6 +75,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     inspect_commands.add_parsers(subparsers)
     run_commands.add_parsers(subparsers)
     token_command.add_parser(subparsers)
+    completion_command.add_parser(subparsers, build_parser)
     for name, (module, add_parser, help_line) in _WITH_TORCH.items():
         if command in (None, name):
             getattr(import_with_torch(module), add_parser)(subparsers, help_line)
@@ -75,14 +85,14 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, 1 after an error message, or 130 after Ctrl-C."""
+    """Runs the command; returns its exit code, as its help lists them."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
         arguments = build_parser(given[0] if given else "").parse_args(given)  # may import torch, for seconds
         code: int = arguments.handler(arguments)
     except ShardwellError as error:
         print(f"shardwell {given[0]}: {error}", file=sys.stderr)
-        return 1
+        return UNREACHABLE if isinstance(error, UnavailableError | DeadlineError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

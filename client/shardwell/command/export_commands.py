@@ -30,7 +30,7 @@ from shardwell.weights.dcp import METADATA_NAME, write_dcp
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell.weights.weight_files import Values, total_bytes, write_safetensors
 from shardwell_wire.checkpoints.opening import local_path
-from shardwell_wire.errors import CapacityError, UsageError
+from shardwell_wire.errors import CapacityError, ShardwellError, UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNITS = {"": 1, "B": 1, **{f"{name}B": 1000**power for power, name in enumerate("KMGT", 1)}} | {
@@ -145,6 +145,8 @@ def _export(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"shardwell export: interrupted; nothing was written to {arguments.folder}", file=sys.stderr)
         return INTERRUPTED
+    except ShardwellError:  # some are OSErrors, too
+        raise
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -212,6 +214,8 @@ def _convert(arguments: argparse.Namespace) -> int:
             _from_torch(arguments)
         else:
             _to_torch(arguments)
+    except ShardwellError:  # some are OSErrors, too
+        raise
     except OSError as error:
         print(f"shardwell convert-checkpoint: {error}", file=sys.stderr)
         return 1

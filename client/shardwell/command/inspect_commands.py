@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from shardwell.command import inspect_tables as tables
-from shardwell.command.arguments import Subparsers, add_command, add_coordinator_arguments, open_coordinator, output
+from shardwell.command.arguments import (
+    DEGRADED,
+    UNREACHABLE,
+    Subparsers,
+    add_command,
+    add_coordinator_arguments,
+    open_coordinator,
+)
+from shardwell.command.output import Answer, add_output_arguments, as_dict, show
 from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
@@ -24,14 +30,12 @@ from shardwell_wire.model.names import nearest
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
-_NUMBERS = re.compile(r'\[\n((?:\s+"?-?[\d.e+-]+"?,?\n)+)\s*\]')
-"""A list of numbers, one per line; 64-bit integers are in quotes."""
 _SOURCES = {
     "value": shard_pb2.PEEK_SOURCE_PARAMETER,
     "gradient": shard_pb2.PEEK_SOURCE_GRADIENT,
 }
 
-_Handler = Callable[[argparse.Namespace, CoordinatorClient], None]
+_Handler = Callable[[argparse.Namespace, CoordinatorClient], Answer | Iterator[Answer]]
 _Argument = tuple[str, dict[str, Any]]
 """Name, and keyword arguments of ``add_argument``."""
 
@@ -46,6 +50,12 @@ class _Command:
     handler: _Handler
     arguments: tuple[_Argument, ...] = ()
     """Beside those of all inspection commands."""
+    can_watch: bool = True
+    """False: the command changes something, or its answer has no end."""
+    watch_s: float | None = None
+    """Default of ``--watch``."""
+    notes: str = ""
+    """What its help says besides."""
 
 
 def add_parsers(subparsers: Subparsers) -> None:
@@ -56,47 +66,55 @@ def add_parsers(subparsers: Subparsers) -> None:
             command.name,
             command.help,
             partial(_handle, command),
-            description=f"{command.help[0].upper()}{command.help[1:]}.",
+            description="\n\n".join(filter(None, (f"{command.help[0].upper()}{command.help[1:]}.", command.notes))),
             epilog=f"example:\n  {command.example}",
         )
         add_coordinator_arguments(parser, timeout_s=10.0, what="an answer")
-        parser.add_argument("--json", action="store_true", help="print the response as JSON instead of tables")
+        add_output_arguments(parser, can_watch=command.can_watch)
         for name, options in command.arguments:
             parser.add_argument(name, **options)
+        if command.watch_s is not None:
+            parser.set_defaults(watch=command.watch_s)
 
 
 def _handle(command: _Command, arguments: argparse.Namespace) -> int:
     with open_coordinator(arguments) as coordinator:
-        command.handler(arguments, coordinator)
-    return 0
+        return show(arguments, lambda: command.handler(arguments, coordinator))
 
 
 def _shows(rpc: str, request_type: type[Message], render: Callable[[Any], RenderableType]) -> _Handler:
     """Returns a handler that shows the response of an rpc, whose request has the name of the run, or nothing."""
 
-    def handle(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+    def handle(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
         request = request_type(**({"run": arguments.run} if "run" in arguments else {}))
-        _show(arguments, coordinator.call(rpc, request, timeout_s=arguments.timeout), render)
+        return _answer(coordinator.call(rpc, request, timeout_s=arguments.timeout), render)
 
     return handle
 
 
-def _show(arguments: argparse.Namespace, response: Message, render: Callable[..., RenderableType]) -> None:
-    if arguments.json:
-        print(to_json(response))
-    else:
-        output().print(render(response))
+def _answer(response: Message, render: Callable[[Any], RenderableType]) -> Answer:
+    return Answer((response,), render(response))
 
 
-def to_json(message: Message, *, indent: int | None = 2) -> str:
-    """Returns a message as JSON with proto field names and all defaults. A list of numbers takes one line."""
-    text = MessageToJson(
-        message, indent=indent, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+def _describe_cluster(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Any:
+    request = coordinator_pb2.DescribeClusterRequest(run=arguments.run or "")
+    return coordinator.call("DescribeCluster", request, timeout_s=arguments.timeout)
 
 
-def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+def _status(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
+    response = _describe_cluster(arguments, coordinator)
+    view = tables.cluster(response, coordinator.address)
+    return Answer((response,), view, exit_code=DEGRADED if tables.is_degraded(response) else 0)
+
+
+def _top(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
+    request = coordinator_pb2.DescribeRunRequest(run=arguments.run)
+    run = coordinator.call("DescribeRun", request, timeout_s=arguments.timeout)
+    cluster = _describe_cluster(arguments, coordinator)
+    return Answer(({"run": as_dict(run), "cluster": as_dict(cluster)},), tables.top(run, cluster))
+
+
+def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     has_sizes = bool(arguments.dp or arguments.cp or arguments.tp or arguments.pp)
     if bool(arguments.run) == has_sizes:
         raise UsageError("expected either the name of a run, or the sizes of a world by --dp, --cp, --tp and --pp")
@@ -110,28 +128,21 @@ def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Non
             cp=arguments.cp or 1,
         )
         request.world.CopyFrom(world.to_proto())
-    _show(arguments, coordinator.call("DescribeWorld", request, timeout_s=arguments.timeout), tables.world)
+    return _answer(coordinator.call("DescribeWorld", request, timeout_s=arguments.timeout), tables.world)
 
 
-def _report(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+def _report(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     request = coordinator_pb2.DescribePerformanceRequest(run=arguments.run, logged_count=arguments.logged)
-    _show(arguments, coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), tables.report)
+    return _answer(coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), tables.report)
 
 
-def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Iterator[Answer]:
     request = coordinator_pb2.WatchEventsRequest(run=arguments.run or "", duration_s=arguments.duration)
-    console = Console(soft_wrap=True, highlight=False)
-    try:
-        for event in coordinator.stream("WatchEvents", request, timeout_s=None):
-            if arguments.json:
-                print(to_json(event, indent=None), flush=True)
-            else:
-                console.print(tables.event(event))
-    except KeyboardInterrupt:
-        return
+    for event in coordinator.stream("WatchEvents", request, timeout_s=None):
+        yield Answer((event,), tables.event(event), one_per_line=True)
 
 
-def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     source = _SOURCES.get(arguments.source, shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE)
     request = shard_pb2.PeekRequest(
         run=arguments.run,
@@ -142,11 +153,8 @@ def _peek(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None
         count=arguments.count,
     )
     pieces = peek(coordinator, request, timeout_s=arguments.timeout)
-    if arguments.json:
-        for piece in pieces:
-            print(f'{{"server_id": "{piece.server_id}", "peek": {to_json(piece.response, indent=None)}}}')
-    else:
-        output().print(tables.peek(arguments.parameter, pieces))
+    documents = [{"server_id": piece.server_id, "peek": as_dict(piece.response)} for piece in pieces]
+    return Answer(documents, tables.peek(arguments.parameter, pieces), one_per_line=True)
 
 
 def peek(
@@ -228,7 +236,7 @@ def _peek_at(
     return response
 
 
-def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     described = coordinator.call(
         "DescribeRun", coordinator_pb2.DescribeRunRequest(run=arguments.run), timeout_s=arguments.timeout
     )
@@ -239,13 +247,13 @@ def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -
         request_id=uuid.uuid4().hex,
     )
     response = coordinator.call("DeleteRun", request, timeout_s=arguments.timeout)
-    _show(arguments, response, lambda answer: f"deleted run {arguments.run!r}: {format_size(answer.freed_bytes)} freed")
+    return _answer(response, lambda answer: f"deleted run {arguments.run!r}: {format_size(answer.freed_bytes)} freed")
 
 
-def _forget_server(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> None:
+def _forget_server(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     request = coordinator_pb2.ForgetServerRequest(server_id=arguments.server)
     response = coordinator.call("ForgetServer", request, timeout_s=arguments.timeout)
-    _show(arguments, response, lambda _: f"forgot server {arguments.server!r}")
+    return _answer(response, lambda _: f"forgot server {arguments.server!r}")
 
 
 def _argument(name: str, **options: Any) -> _Argument:
@@ -253,6 +261,10 @@ def _argument(name: str, **options: Any) -> _Argument:
 
 
 _RUN = _argument("run", metavar="RUN", help="name of the run")
+_TOP = (
+    _RUN,
+    _argument("--once", dest="watch", action="store_const", const=None, help="print one view, and end"),
+)
 _WORLD = (
     _argument("run", metavar="RUN", nargs="?", help="name of a run"),
     *(
@@ -286,6 +298,25 @@ _DELETE = (_RUN, _argument("--force", action="store_true", help="delete the run 
 _SERVER = _argument("server", metavar="SERVER", help="id of the server")
 
 _COMMANDS = (
+    _Command(
+        "status",
+        "show whether the servers and runs are all right",
+        "shardwell status; shardwell status gpt --watch",
+        _status,
+        (_argument("run", metavar="RUN", nargs="?", help="show this run only (default: all runs)"),),
+        notes=f"The exit code is 0 if all is well, {DEGRADED} if it is degraded, and {UNREACHABLE} if the coordinator "
+        "does not answer.\nDegraded: a server is lost, shards are unavailable, backups are missing, a run is stalled, "
+        "or checkpoints fail.",
+    ),
+    _Command(
+        "top",
+        "show a run's step time, the state of every rank, and the servers, again and again",
+        "shardwell top gpt; shardwell top gpt --once",
+        _top,
+        _TOP,
+        watch_s=1.0,
+        notes="Asks every second until Ctrl-C, or every SECONDS of --watch. A pipe gets one view after the other.",
+    ),
     _Command(
         "runs", "show all runs", "shardwell runs", _shows("ListRuns", coordinator_pb2.ListRunsRequest, tables.runs)
     ),
@@ -330,7 +361,7 @@ _COMMANDS = (
         _report,
         _REPORT,
     ),
-    _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _EVENTS),
+    _Command("events", "show events as they happen", "shardwell events --run gpt", _events, _EVENTS, can_watch=False),
     _Command(
         "peek",
         "show values of a parameter, and its norm, minimum and maximum",
@@ -344,6 +375,7 @@ _COMMANDS = (
         "shardwell delete-run gpt",
         _delete_run,
         _DELETE,
+        can_watch=False,
     ),
     _Command(
         "forget-server",
@@ -351,5 +383,6 @@ _COMMANDS = (
         "shardwell forget-server shard-7",
         _forget_server,
         (_SERVER,),
+        can_watch=False,
     ),
 )

@@ -11,10 +11,9 @@ from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from shardwell.tables import division_tables, format_seconds, format_size, listing_table
+from shardwell.tables import Listing, division_tables, format_seconds, format_size
 from shardwell_wire.model.topology import AXES, AXIS_NAMES, CONTEXT_AXES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -64,30 +63,65 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
     """Renders ``shardwell runs``."""
     if not response.runs:
         return "no runs"
-    table = listing_table("RUN", "ID", "DP x TP x PP", "STEP", "TRAINERS", "UNITS", "PARAMETERS", "LAST COMMIT")
+    listing = Listing(
+        *("RUN", "STATUS", "STEP", "STEP TIME", "TRAINERS", "LAST COMMIT", "DP x TP x PP", "UNITS", "PARAMETERS"),
+        *("CREATED", "BY", "ID"),
+        optional=("ID", "BY", "UNITS", "CREATED", "DP x TP x PP", "PARAMETERS", "LAST COMMIT", "STEP TIME"),
+    )
     for summary in response.runs:
-        table.add_row(
+        listing.add_row(
             summary.run,
-            summary.run_id,
-            world_text(summary.config.world),
+            _status(summary.status),
             str(summary.committed_step),
-            f"{summary.live_trainer_count} live",
+            _step_time(summary),
+            trainers_text(summary),
+            _ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
+            world_text(summary.config.world),
             str(summary.unit_count),
             format_size(summary.parameter_bytes),
-            _ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
+            _ago(summary.created) if summary.HasField("created") else "-",
+            creator(summary) or "-",
+            summary.run_id,
         )
-    return table
+    return listing
+
+
+def _status(status: coordinator_pb2.RunStatus.ValueType) -> Text:
+    name = coordinator_pb2.RunStatus.Name(status).removeprefix("RUN_STATUS_").lower()
+    colors = {"running": "green", "stalled": "red", "waiting": "yellow", "loading": "yellow"}
+    return Text("unknown" if name == "unspecified" else name, colors.get(name, ""))
+
+
+def _step_time(summary: coordinator_pb2.RunSummary) -> str:
+    return format_seconds(summary.step_s) if summary.step_s else "-"
+
+
+def trainers_text(summary: coordinator_pb2.RunSummary) -> str:
+    """Returns how many trainers are live, of how many that there are ranks for."""
+    world = summary.config.world
+    return f"{summary.live_trainer_count} of {world.dp * max(1, world.cp) * world.tp * world.pp}"
+
+
+def creator(summary: coordinator_pb2.RunSummary) -> str:
+    """Returns who created a run. Empty: not known."""
+    host = f" on {summary.created_on}" if summary.created_on else ""
+    return f"{summary.created_by}{host}" if summary.created_by else ""
 
 
 def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
     """Renders ``shardwell run``."""
+    summary = response.summary
+    created = datetime.fromtimestamp(summary.created.ToMilliseconds() / 1000).strftime("%Y-%m-%d %H:%M:%S")
+    by = f" by trainer {creator(summary)}" if creator(summary) else ""
     return Group(
-        runs(coordinator_pb2.ListRunsResponse(runs=[response.summary])),
+        runs(coordinator_pb2.ListRunsResponse(runs=[summary])),
+        f"created {created}{by}",
+        f"id {summary.run_id}",
         "",
         _trainers(response.trainers),
         "",
         *_transports(response.trainers),
-        *_consistency(response.summary),
+        *_consistency(summary),
         _work(response),
         "",
         _optimizer(response),
@@ -95,8 +129,127 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
     )
 
 
+def cluster(response: coordinator_pb2.DescribeClusterResponse, address: str) -> RenderableType:
+    """Renders ``shardwell status``."""
+    problems = [*response.problems, *(line for health in response.runs for line in _problems(health))]
+    live = sum(server.live for server in response.servers)
+    used, budget = (sum(getattr(server, name) for server in response.servers if server.live) for name in _MEMORY)
+    head = f"coordinator {address}: version {response.shardwell_version}, term {response.term}"
+    servers_line = (
+        f"servers: {live} of {len(response.servers)} live, {format_size(used)} of {format_size(budget)} in use"
+        if response.servers
+        else "servers: none"
+    )
+    return Group(
+        Text.assemble("degraded", style="red") if problems else Text("healthy", "green"),
+        *(Text(f"  - {line}", "red") for line in problems),
+        "",
+        head,
+        servers_line,
+        *([_short_servers(response.servers)] if response.servers else []),
+        "",
+        _healths(response.runs) if response.runs else "no runs",
+        *_waits(response.runs),
+    )
+
+
+_MEMORY = ("used_bytes", "budget_bytes")
+
+
+def _problems(health: coordinator_pb2.RunHealth) -> list[str]:
+    return [f"run {health.summary.run!r}: {line}" for line in health.problems]
+
+
+def _short_servers(servers: Sequence[coordinator_pb2.ServerSummary]) -> RenderableType:
+    listing = Listing("SERVER", "ADDRESS", "STATE", "IN USE", "BUDGET", "HEARTBEAT", optional=("HEARTBEAT", "BUDGET"))
+    for server in servers:
+        sizes = map(format_size, (server.used_bytes, server.budget_bytes))
+        listing.add_row(server.server_id, server.address, _server_state(server), *sizes, _silent(server.silent_s))
+    return listing
+
+
+def _healths(healths: Sequence[coordinator_pb2.RunHealth]) -> RenderableType:
+    listing = Listing(
+        *("RUN", "STATUS", "STEP", "STEP TIME", "TRAINERS", "BACKUPS", "LAST CHECKPOINT"),
+        optional=("STEP TIME", "LAST CHECKPOINT"),
+    )
+    for health in healths:
+        summary, saved = health.summary, health.checkpoints.last_saved
+        wanted, missing = summary.config.backups, summary.missing_backup_count
+        backups = Text(f"{missing} missing", "red") if missing else f"{wanted} of each" if wanted else "none"
+        checkpoint = f"step {saved.step}, {_ago(saved.ended)}" if health.checkpoints.HasField("last_saved") else "none"
+        listing.add_row(
+            summary.run,
+            _status(summary.status),
+            str(summary.committed_step),
+            _step_time(summary),
+            trainers_text(summary),
+            backups,
+            checkpoint,
+        )
+    return listing
+
+
+def _waits(healths: Sequence[coordinator_pb2.RunHealth]) -> list[str]:
+    """Returns what runs wait for that do not progress, one line each."""
+    waiting = (
+        coordinator_pb2.RUN_STATUS_WAITING,
+        coordinator_pb2.RUN_STATUS_STALLED,
+        coordinator_pb2.RUN_STATUS_LOADING,
+    )
+    lines = [
+        f"run {health.summary.run!r} waits: {line}"
+        for health in healths
+        if health.summary.status in waiting
+        for line in health.stall.waiting_for
+    ]
+    return ["", *lines] if lines else []
+
+
+def is_degraded(response: coordinator_pb2.DescribeClusterResponse) -> bool:
+    """Returns whether anything is wrong with the servers or the runs."""
+    return bool(response.problems or any(health.problems for health in response.runs))
+
+
+def top(run: coordinator_pb2.DescribeRunResponse, cluster: coordinator_pb2.DescribeClusterResponse) -> RenderableType:
+    """Renders ``shardwell top``."""
+    (health,), summary = cluster.runs, run.summary
+    rate = f" ({1 / summary.step_s:.3g} steps/s)" if summary.step_s else ""
+    norm = f", gradient norm {run.grad_norm:.6g}" if summary.HasField("last_commit") else ""
+    listing = Listing(
+        *("RANK", "TRAINER", "HOST", "STATE", "FOR", "SLOWEST TRANSPORT", "HEARTBEAT"),
+        optional=("HEARTBEAT", "HOST", "SLOWEST TRANSPORT"),
+    )
+    by_name = {trainer.trainer: trainer for trainer in run.trainers}
+    for work in run.work:
+        trainer = by_name.get(work.trainer, coordinator_pb2.TrainerSummary(host="-"))
+        leased = work.state == coordinator_pb2.WORK_STATE_LEASED
+        slowest = min(trainer.transports, key=lambda each: each.bytes_per_s, default=None)
+        listing.add_row(
+            str(work.item.global_rank),
+            work.trainer or "-",
+            trainer.host,
+            "computing" if leased else _WORK_STATES.get(work.state, "unknown"),
+            format_seconds(work.state_s),
+            f"{_transport_kind(slowest)} {format_size(round(slowest.bytes_per_s))}/s" if slowest else "-",
+            _silent(trainer.silent_s) if trainer.trainer else "-",
+        )
+    return Group(
+        Text.assemble(f"run {summary.run}: ", _status(summary.status), f", {health.stall.phase}"),
+        f"step {summary.committed_step}, {_step_time(summary)} per step{rate}{norm}",
+        f"{trainers_text(summary)} trainers, {summary.unit_count} units, {format_size(summary.parameter_bytes)}",
+        *(Text(f"  - {line}", "red") for line in (*cluster.problems, *health.problems)),
+        "",
+        listing,
+        "",
+        _short_servers(cluster.servers),
+    )
+
+
 def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableType:
-    table = listing_table("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARTBEAT")
+    table = Listing(
+        *("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARTBEAT"), optional=("EPOCH",), wrapped=("RANKS",)
+    )
     for trainer in trainers:
         state = "live" if trainer.live else Text("gone", "red")
         ranks = _ranks(trainer.global_ranks) or "spare"
@@ -106,13 +259,17 @@ def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableT
 
 def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[RenderableType]:
     """Returns a table of the trainers' transports and an empty line; nothing if no transport is open."""
-    table = listing_table("TRAINER", "SERVER", "TRANSPORT", "MEASURED SPEED")
+    table = Listing("TRAINER", "SERVER", "TRANSPORT", "MEASURED SPEED")
     for trainer in trainers:
         for transport in trainer.transports:
-            kind = common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
+            kind = _transport_kind(transport)
             rate = f"{format_size(round(transport.bytes_per_s))}/s" if transport.bytes_per_s else "-"
             table.add_row(trainer.trainer, transport.server_id or transport.address, kind, rate)
     return (table, "") if table.row_count else ()
+
+
+def _transport_kind(transport: coordinator_pb2.TransportReport) -> str:
+    return common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
 
 
 def _consistency(summary: coordinator_pb2.RunSummary) -> list[str]:
@@ -125,7 +282,10 @@ def _work(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
     """Returns a table of the work items. In an asynchronous run, each has its own number and version."""
     newest, is_asynchronous = response.summary.committed_step, bool(_consistency(response.summary))
     progress = ("ITEM", "READS VERSION", "COMMITS SINCE") if is_asynchronous else ()
-    table = listing_table("WORK ITEM OF RANK", "DP RANK", *progress, "STATE", "TRAINER", "EPOCH", "ATTEMPT")
+    table = Listing(
+        *("WORK ITEM OF RANK", "DP RANK", *progress, "STATE", "TRAINER", "EPOCH", "ATTEMPT"),
+        optional=("EPOCH", "ATTEMPT"),
+    )
     for entry in response.work:
         item, state = entry.item, _WORK_STATES.get(entry.state, "unknown")
         numbers = (item.number, entry.version, newest - entry.version) if is_asynchronous else ()
@@ -185,7 +345,9 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     names = [axis.upper() for axis in axes]
     devices = ("DEVICE",) if any(each.HasField("device") for each in response.rank_assignments) else ()
     groups_of = (*(f"{name} GROUP" for name in names), "STAGES")
-    table = listing_table("RANK", *names, *groups_of, "TRAINER", "HOST", *devices)
+    table = Listing(
+        *("RANK", *names, *groups_of, "TRAINER", "HOST", *devices), optional=reversed(groups_of), wrapped=groups_of
+    )
     for summary in response.rank_assignments:
         at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
         own = (getattr(at, f"{axis}_rank") for axis in axes)
@@ -200,7 +362,7 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
             *(summary.device.name or "-" for _ in devices),
         )
     return Group(
-        f"{World.from_proto(response.world)}: {response.world_size} ranks",
+        f"{World.from_proto(response.world)}: {response.world_size} {'rank' if response.world_size == 1 else 'ranks'}",
         table,
         *_replicas(response),
         *division_tables(response.parallel_plan.models, response.world.tp),
@@ -211,7 +373,7 @@ def _replicas(response: coordinator_pb2.DescribeWorldResponse) -> list[Renderabl
     """Returns a table of the trainers that compute work items together, if there are replicas of several trainers."""
     if not response.replicas:
         return []
-    table = listing_table("DP RANKS", "EPOCH", "TRAINERS", "MISSING")
+    table = Listing("DP RANKS", "EPOCH", "TRAINERS", "MISSING", wrapped=("DP RANKS", "TRAINERS", "MISSING"))
     for replica in response.replicas:
         table.add_row(
             _ranks(replica.dp_ranks),
@@ -233,7 +395,11 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     """Renders ``shardwell units``."""
     in_grid = any(any(unit.pp_ranks) or unit.HasField("tp_rank") for unit in response.units)
     places = ("STAGE", "TP RANK") if in_grid else ()
-    table = listing_table("UNIT", "NAME", *places, "PARAMETERS", "ELEMENTS", "SIZE", "PRIMARY", "BYTE RANGE", "BACKUPS")
+    table = Listing(
+        *("UNIT", "NAME", *places, "PARAMETERS", "ELEMENTS", "SIZE", "PRIMARY", "BYTE RANGE", "BACKUPS"),
+        optional=("PARAMETERS", "ELEMENTS", "BYTE RANGE", "UNIT"),
+        wrapped=("BACKUPS",),
+    )
     for unit in response.units:
         backups: dict[int, list[str]] = {}
         for each in unit.backups:
@@ -279,15 +445,23 @@ def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
     return Group(*warnings, table, *reasons) if warnings or reasons else table
 
 
-def _server_table(response: coordinator_pb2.ListServersResponse) -> Table:
+def _server_state(server: coordinator_pb2.ServerSummary) -> Text:
+    state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
+    text = f"{state}, draining" if server.draining else state
+    return Text(text, {"live": "", "live, draining": "yellow"}.get(text, "red"))
+
+
+def _server_table(response: coordinator_pb2.ListServersResponse) -> Listing:
     headings = ("IN USE", "RESERVED", "BUDGET", "PRIMARIES", "BACKUPS", "SENT TO BACKUPS", "LAST HEARTBEAT")
-    table = listing_table("SERVER", "ADDRESS", "STATE", *headings)
+    table = Listing(
+        *("SERVER", "ADDRESS", "STATE", *headings),
+        optional=("SENT TO BACKUPS", "RESERVED", "LAST HEARTBEAT", "BUDGET", "BACKUPS", "PRIMARIES"),
+    )
     for server in response.servers:
-        state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
         table.add_row(
             server.server_id,
             server.address,
-            _colored(f"{state}, draining" if server.draining else state),
+            _server_state(server),
             *map(format_size, (server.used_bytes, server.reserved_bytes, server.budget_bytes)),
             _shards(server.primary_count, server.primary_bytes),
             _shards(server.backup_count, server.backup_bytes),
@@ -299,11 +473,6 @@ def _server_table(response: coordinator_pb2.ListServersResponse) -> Table:
 
 def _shards(count: int, size_bytes: int) -> str:
     return f"{count} ({format_size(size_bytes)})" if count else "-"
-
-
-def _colored(server_state: str) -> Text:
-    colors = {"live": "", "live, draining": "yellow"}
-    return Text(server_state, colors.get(server_state, "red"))
 
 
 def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
@@ -324,7 +493,8 @@ def report(response: coordinator_pb2.DescribePerformanceResponse) -> RenderableT
     head = [f"step {response.committed_step}"]
     head += [f"{format_seconds(interval_s)} from commit to commit"] if interval_s else []
     head += [f"{rate:,.1f} {what}" for rate, what in rates if rate]
-    table = listing_table("TRAINER", "RANKS", "STEPS", "PER STEP", "SHARES OF THE TIME")
+    wrapped = "SHARES OF THE TIME"
+    table = Listing("TRAINER", "RANKS", "STEPS", "PER STEP", wrapped, wrapped=[wrapped])
     for trainer in response.trainers:
         table.add_row(trainer.trainer, _ranks(trainer.global_ranks) or "spare", *_steps_cells(trainer.report))
     advice: list[RenderableType] = [
@@ -356,7 +526,11 @@ def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:
 
 def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
     """Renders ``shardwell peek``."""
-    table = listing_table("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES")
+    table = Listing(
+        *("SERVER", "ELEMENTS", "VERSION", "NORM", "MIN", "MAX", "NON-FINITE", "VALUES"),
+        optional=("VERSION", "NON-FINITE"),
+        wrapped=("VALUES",),
+    )
     for piece in pieces:
         seen = piece.response
         part = f" of the part at ({', '.join(map(str, seen.offsets))})" if seen.offsets else ""  # of a split parameter

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
@@ -19,11 +20,11 @@ from shardwell.command.arguments import (
     add_coordinator_arguments,
     byte_columns,
     calling,
-    output,
     progress,
     progress_bar,
 )
-from shardwell.tables import format_size, report_table
+from shardwell.command.output import Answer, add_output_arguments, show
+from shardwell.tables import Listing, format_size
 from shardwell.transport.service_client import save_checkpoint
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
@@ -110,7 +111,7 @@ def add_parsers(subparsers: Subparsers) -> None:
         epilog=_LIST_EPILOG,
     )
     listing.add_argument("folder", metavar="DIR", help="folder or URL, as in join(checkpoint_dir=)")
-    listing.add_argument("--json", action="store_true", help="print JSON")
+    add_output_arguments(listing)
     verifying = add_command(
         subparsers,
         "verify",
@@ -181,19 +182,19 @@ def _save(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    entries = _entries(arguments.folder)
-    if arguments.json:
-        print(json.dumps([_as_json(entry) for entry in entries], indent=2))
-        return 0
-    headings = ("run", "step", "time", "size", "files", "state", "folder")
-    table, console = report_table(headings, map(_row, entries)), output()
-    for column in table.columns:
-        column.no_wrap = True
-    console.print(table)
+    return show(arguments, lambda: _listed(_entries(arguments.folder)))
+
+
+def _listed(entries: Sequence[Entry]) -> Answer:
+    listing = Listing("RUN", "STEP", "TIME", "SIZE", "FILES", "STATE", "FOLDER", optional=("FILES", "TIME"))
     for entry in entries:
-        if entry.problem and not entry.is_incomplete:
-            console.print(f"\nstep {entry.step} of run {entry.run!r} is damaged: {entry.problem}", soft_wrap=True)
-    return 0
+        listing.add_row(*_row(entry))
+    damaged = [
+        f"\nstep {entry.step} of run {entry.run!r} is damaged: {entry.problem}"
+        for entry in entries
+        if entry.problem and not entry.is_incomplete
+    ]
+    return Answer(([_as_json(entry) for entry in entries],), Group(listing, *damaged))
 
 
 def _entries(folder: str) -> list[Entry]:

@@ -549,7 +549,12 @@ class Membership:
         self._heartbeats.join(self._config.waits.rpc_timeout_s)
         if self.valid:
             request = coordinator_pb2.LeaveRequest(
-                run=self.run, run_id=self.identity.run_id, trainer=self.trainer, epoch=self.epoch, error=error
+                run=self.run,
+                run_id=self.identity.run_id,
+                trainer=self.trainer,
+                epoch=self.epoch,
+                error=error,
+                ended_step=self.reports.ended_step,
             )
             try:
                 self._coordinator.call("Leave", request, timeout_s=_LEAVE_TIMEOUT_S)

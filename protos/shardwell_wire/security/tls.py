@@ -418,7 +418,7 @@ _OPTIONS = {"tls_ca": CA_VARIABLE, "tls_cert": CERT_VARIABLE, "tls_key": KEY_VAR
 _OPTIONS["tls_server_name"] = SERVER_NAME_VARIABLE
 
 
-def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
+def add_tls_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Adds ``--tls-ca``, ``--tls-cert``, ``--tls-key`` and ``--tls-server-name``."""
     parser.add_argument(
         "--tls-ca",

@@ -56,6 +56,54 @@ of the slowest data rank.
 """
 global___Consistency = Consistency
 
+class _RunStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RunStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RunStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RUN_STATUS_UNSPECIFIED: _RunStatus.ValueType  # 0
+    """Not set."""
+    RUN_STATUS_WAITING: _RunStatus.ValueType  # 1
+    """Not enough trainers have joined, or the units have no initial values yet."""
+    RUN_STATUS_LOADING: _RunStatus.ValueType  # 2
+    """The run is being loaded from a checkpoint."""
+    RUN_STATUS_RUNNING: _RunStatus.ValueType  # 3
+    """Trainers compute steps."""
+    RUN_STATUS_STALLED: _RunStatus.ValueType  # 4
+    """The run has trainers and does not progress: shards are unavailable, a step cannot be committed, or the step takes
+    much longer than those before.
+    """
+    RUN_STATUS_IDLE: _RunStatus.ValueType  # 5
+    """All trainers have left or are gone. The run continues when one joins."""
+    RUN_STATUS_FINISHED: _RunStatus.ValueType  # 6
+    """A trainer's training loop has ended, because it has no more steps, and nothing was committed since. Never in an
+    asynchronous run.
+    """
+
+class RunStatus(_RunStatus, metaclass=_RunStatusEnumTypeWrapper):
+    """Status of a run."""
+
+RUN_STATUS_UNSPECIFIED: RunStatus.ValueType  # 0
+"""Not set."""
+RUN_STATUS_WAITING: RunStatus.ValueType  # 1
+"""Not enough trainers have joined, or the units have no initial values yet."""
+RUN_STATUS_LOADING: RunStatus.ValueType  # 2
+"""The run is being loaded from a checkpoint."""
+RUN_STATUS_RUNNING: RunStatus.ValueType  # 3
+"""Trainers compute steps."""
+RUN_STATUS_STALLED: RunStatus.ValueType  # 4
+"""The run has trainers and does not progress: shards are unavailable, a step cannot be committed, or the step takes
+much longer than those before.
+"""
+RUN_STATUS_IDLE: RunStatus.ValueType  # 5
+"""All trainers have left or are gone. The run continues when one joins."""
+RUN_STATUS_FINISHED: RunStatus.ValueType  # 6
+"""A trainer's training loop has ended, because it has no more steps, and nothing was committed since. Never in an
+asynchronous run.
+"""
+global___RunStatus = RunStatus
+
 class _WorkState:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -1576,6 +1624,7 @@ class LeaveRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    ENDED_STEP_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -1586,6 +1635,8 @@ class LeaveRequest(google.protobuf.message.Message):
     """Id of the run, from JoinResponse."""
     error: builtins.str
     """The error that ended the trainer's script, such as "ValueError: bad batch". Empty: none."""
+    ended_step: builtins.int
+    """See HeartbeatRequest.ended_step."""
     def __init__(
         self,
         *,
@@ -1594,8 +1645,11 @@ class LeaveRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         run_id: builtins.str = ...,
         error: builtins.str = ...,
+        ended_step: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "error", b"error", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ended_step", b"_ended_step", "ended_step", b"ended_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ended_step", b"_ended_step", "ended_step", b"ended_step", "epoch", b"epoch", "error", b"error", "run", b"run", "run_id", b"run_id", "trainer", b"trainer"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ended_step", b"_ended_step"]) -> typing.Literal["ended_step"] | None: ...
 
 global___LeaveRequest = LeaveRequest
 
@@ -2918,6 +2972,11 @@ class RunSummary(google.protobuf.message.Message):
     CREATED_FIELD_NUMBER: builtins.int
     LAST_COMMIT_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    CREATED_BY_FIELD_NUMBER: builtins.int
+    CREATED_ON_FIELD_NUMBER: builtins.int
+    MISSING_BACKUP_COUNT_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     committed_step: builtins.int
@@ -2930,6 +2989,16 @@ class RunSummary(google.protobuf.message.Message):
     """Size of all parameters."""
     run_id: builtins.str
     """Random id of the run."""
+    status: global___RunStatus.ValueType
+    """Status of the run."""
+    step_s: builtins.float
+    """Median time between the last commits, in seconds. 0: fewer than two are known."""
+    created_by: builtins.str
+    """The trainer that joined first. Empty: not known."""
+    created_on: builtins.str
+    """Host of that trainer. Empty: not known."""
+    missing_backup_count: builtins.int
+    """Number of backups in sync that shards lack. 0: every shard has as many as RunConfig.backups."""
     @property
     def config(self) -> global___RunConfig:
         """Properties of the run."""
@@ -2954,9 +3023,14 @@ class RunSummary(google.protobuf.message.Message):
         created: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         last_commit: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         run_id: builtins.str = ...,
+        status: global___RunStatus.ValueType = ...,
+        step_s: builtins.float = ...,
+        created_by: builtins.str = ...,
+        created_on: builtins.str = ...,
+        missing_backup_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config", "created", b"created", "last_commit", b"last_commit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "config", b"config", "created", b"created", "last_commit", b"last_commit", "live_trainer_count", b"live_trainer_count", "parameter_bytes", b"parameter_bytes", "run", b"run", "run_id", b"run_id", "unit_count", b"unit_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_step", b"committed_step", "config", b"config", "created", b"created", "created_by", b"created_by", "created_on", b"created_on", "last_commit", b"last_commit", "live_trainer_count", b"live_trainer_count", "missing_backup_count", b"missing_backup_count", "parameter_bytes", b"parameter_bytes", "run", b"run", "run_id", b"run_id", "status", b"status", "step_s", b"step_s", "unit_count", b"unit_count"]) -> None: ...
 
 global___RunSummary = RunSummary
 
@@ -2977,6 +3051,99 @@ class ListRunsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["runs", b"runs"]) -> None: ...
 
 global___ListRunsResponse = ListRunsResponse
+
+@typing.final
+class DescribeClusterRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the only run to describe. Empty: all runs."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+global___DescribeClusterRequest = DescribeClusterRequest
+
+@typing.final
+class RunHealth(google.protobuf.message.Message):
+    """A run, and what it waits for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: builtins.int
+    STALL_FIELD_NUMBER: builtins.int
+    CHECKPOINTS_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    @property
+    def summary(self) -> global___RunSummary:
+        """The run, as in ListRuns."""
+
+    @property
+    def stall(self) -> global___ExplainStallResponse:
+        """What the run waits for."""
+
+    @property
+    def checkpoints(self) -> global___CheckpointSummary:
+        """Checkpoints of the run."""
+
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is wrong with the run, one line each. Empty: nothing."""
+
+    def __init__(
+        self,
+        *,
+        summary: global___RunSummary | None = ...,
+        stall: global___ExplainStallResponse | None = ...,
+        checkpoints: global___CheckpointSummary | None = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "stall", b"stall", "summary", b"summary"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checkpoints", b"checkpoints", "problems", b"problems", "stall", b"stall", "summary", b"summary"]) -> None: ...
+
+global___RunHealth = RunHealth
+
+@typing.final
+class DescribeClusterResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARDWELL_VERSION_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    SERVERS_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    shardwell_version: builtins.str
+    """Version of the coordinator's software."""
+    term: builtins.int
+    """Term of the coordinator: the number of its starts with this state."""
+    @property
+    def servers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ServerSummary]:
+        """The shard servers, as in ListServers."""
+
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RunHealth]:
+        """The runs."""
+
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is wrong with the shard servers, one line each. Empty: nothing."""
+
+    def __init__(
+        self,
+        *,
+        shardwell_version: builtins.str = ...,
+        term: builtins.int = ...,
+        servers: collections.abc.Iterable[global___ServerSummary] | None = ...,
+        runs: collections.abc.Iterable[global___RunHealth] | None = ...,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["problems", b"problems", "runs", b"runs", "servers", b"servers", "shardwell_version", b"shardwell_version", "term", b"term"]) -> None: ...
+
+global___DescribeClusterResponse = DescribeClusterResponse
 
 @typing.final
 class DescribeRunRequest(google.protobuf.message.Message):
@@ -3046,12 +3213,15 @@ class WorkSummary(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    STATE_S_FIELD_NUMBER: builtins.int
     state: global___WorkState.ValueType
     """State of the item."""
     trainer: builtins.str
     """Holder of the lease. Empty while vacant."""
     version: builtins.int
     """The version that the item reads."""
+    state_s: builtins.float
+    """Seconds since the item's state changed."""
     @property
     def item(self) -> global___WorkItem:
         """The work item."""
@@ -3063,9 +3233,10 @@ class WorkSummary(google.protobuf.message.Message):
         state: global___WorkState.ValueType = ...,
         trainer: builtins.str = ...,
         version: builtins.int = ...,
+        state_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["item", b"item"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["item", b"item", "state", b"state", "trainer", b"trainer", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["item", b"item", "state", b"state", "state_s", b"state_s", "trainer", b"trainer", "version", b"version"]) -> None: ...
 
 global___WorkSummary = WorkSummary
 
@@ -3669,7 +3840,7 @@ class DescribeWorldResponse(google.protobuf.message.Message):
     """Number of logical ranks."""
     ended: builtins.bool
     """True: the training loop of a trainer has ended, because the run has committed as many steps as the loop has, and
-    nothing was committed since. Not known any more after a restart of the coordinator.
+    nothing was committed since.
     """
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
@@ -4321,7 +4492,7 @@ class DescribePerformanceResponse(google.protobuf.message.Message):
     committed_step: builtins.int
     """Number of committed steps."""
     commit_interval_s: builtins.float
-    """Seconds between the newest commits, as a mean. 0: fewer than two are known."""
+    """Median time between the last commits, in seconds. 0: fewer than two are known."""
     tokens_per_s: builtins.float
     """Tokens per second of all trainers. Members of a replica count the same tokens, which are added once."""
     samples_per_s: builtins.float

@@ -177,6 +177,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.FromString,
                 _registered_method=True)
+        self.DescribeCluster = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/DescribeCluster',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeClusterRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeClusterResponse.FromString,
+                _registered_method=True)
         self.DescribeRun = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/DescribeRun',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeRunRequest.SerializeToString,
@@ -510,6 +515,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeCluster(self, request, context):
+        """Inspection: describes the state of the shard servers and the runs, and what is wrong with them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeRun(self, request, context):
         """Inspection: describes a run, its trainers and the step in flight.
         """
@@ -747,6 +759,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ListRuns,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.SerializeToString,
+            ),
+            'DescribeCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeCluster,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeClusterRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeClusterResponse.SerializeToString,
             ),
             'DescribeRun': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeRun,
@@ -1524,6 +1541,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/ListRuns',
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.ListRunsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/DescribeCluster',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeClusterRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.DescribeClusterResponse.FromString,
             options,
             channel_credentials,
             insecure,

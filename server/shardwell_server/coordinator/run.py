@@ -63,7 +63,9 @@ class Run:
         self.calls = StepCalls()
         self.notices = Notices()
         self.ended_step: int | None = None
-        """Number of committed steps at which a trainer's loop has ended. None: not known. Not durable."""
+        """Number of committed steps at which a trainer's loop has ended. None: not known."""
+        self.created_by, self.created_on = "", ""
+        """The trainer that joined first, and its host. Empty: not known."""
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
         self.replace_settings(settings)
@@ -105,6 +107,7 @@ class Run:
         """Records that the training loop of a trainer has ended at a number of committed steps."""
         if step == self.committed_step != self.ended_step:
             self.ended_step = step
+            self.changes.touch()  # stored with the next change, at the latest when the trainer leaves
             self.changed.notify()
 
     def check_not_deleted(self) -> None:
@@ -160,6 +163,8 @@ class Run:
             process=applicant.process,
         )
         member.note_behind(self._is_dispensable(applicant.name))
+        if not self.started and not self.created_by:
+            self.created_by, self.created_on = member.name, member.host
         self.members.add(member)
         self.members.give_up([applicant.name])
         with_ranks = {*self.owners.by_rank.values(), *(name for item in self.work.items for name in item.trainers)}

@@ -74,7 +74,8 @@ class CoordinatorState:
         """Restores the state that former coordinators stored."""
         stored = await storage.load()
         cluster = Cluster(clock, settings.lease_s, stored.servers, storage.server_epoch)
-        state = cls(settings, storage, cluster, EventLog(wall_clock), clock, wall_clock)
+        events = EventLog(wall_clock, stored.events, storage.keep_event)
+        state = cls(settings, storage, cluster, events, clock, wall_clock)
         state.runs = {each.record.run: _restore_run(each, clock) for each in stored.runs}
         state._deleted_last_epoch = stored.deleted_last_epoch
         state._deleted_run_ids = set(stored.deleted_run_ids)
@@ -292,6 +293,9 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
         rebalancing=run.relocations.rebalancing,
         checkpoints=run.checkpoints.to_json(),
         parallel_plan=None if run.parallel_plan is None else run.parallel_plan.SerializeToString(),
+        created_by=run.created_by,
+        created_on=run.created_on,
+        ended_step=run.ended_step,
     )
 
 
@@ -333,6 +337,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
     for at in stored.units:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
         run.units.add(Unit(at.unit_index, layout, at.shards, at.published, at.backups))
+    run.created_by, run.created_on, run.ended_step = record.created_by, record.created_on, record.ended_step
     run.relocations.restore(record.placement, rebalancing=record.rebalancing)
     for initializer in record.initializers:
         run.units.set_initializer(initializer.global_rank, Initializer(initializer.trainer, initializer.epoch))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_server.coordinator.inspection.events import KEPT_EVENTS, EventKind, EventLog
+from shardwell_server.coordinator.inspection.events import EventKind, EventLog
+from shardwell_server.coordinator.storage.records import KEPT_EVENTS
 from shardwell_wire.errors import InvalidRequestError, WorldError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -89,6 +90,51 @@ async def test_events_of_a_run_are_in_order(cluster: Harness) -> None:
             None,
         ):
             pass
+
+
+async def test_events_survive_a_restart_and_routine_events_do_not(cluster: Harness) -> None:
+    await cluster.team_with_unit("a", "b")
+    before = cluster.events()
+    assert {"run_created", "unit_published"} <= {kind for kind, _ in before}
+    for _ in range(2):
+        await cluster.restart()
+        after = cluster.events()
+        kept = [event for event in before if event[0] not in ("unit_placed", "unit_published")]
+        assert after[: len(kept)] == kept and after[len(kept)][0] == "coordinator_started"
+        before = after
+    times = [event.time.ToNanoseconds() for event in cluster.state.events.kept()]
+    assert times == sorted(times)
+
+
+async def test_events_are_stored_with_other_writes_only(cluster: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = await cluster.team_with_unit("a", "b")
+    writes: list[list[str]] = []
+    database = cluster.state.storage._database
+    write = database.write
+    monkeypatch.setattr(
+        database, "write", lambda given: (writes.append([text for text, rows in given if rows]), write(given))[1]
+    )
+    cluster.state.events.add(EventKind.SERVER_LOST, "s9")
+    await cluster.settle()
+    assert not writes, "an event alone is not written"
+    for step in range(2):
+        for trainer in (a, b):
+            await trainer.finish(step)
+        await asyncio.gather(a.commit(step, wait_s=5), b.commit(step, wait_s=5))
+        await cluster.settle()
+    events = [[text for text in each if " events " in text] for each in writes]
+    assert len(events[0]) == 2 and not any(events[1:]), "the first write stores the event"
+    commits = [each for each in writes if any(" commits " in text for text in each)]
+    assert [len(each) for each in commits] == [2, 2], "a commit writes its record, and forgets an old one"
+
+
+async def test_stored_events_are_bounded(cluster: Harness) -> None:
+    for index in range(KEPT_EVENTS + 5):
+        cluster.state.events.add(EventKind.LEASE_EXPIRED, str(index))
+    await cluster.restart()
+    await cluster.restart()
+    assert len(cluster.state.storage._database.read("SELECT * FROM events")) == KEPT_EVENTS
+    assert len(cluster.events()) == KEPT_EVENTS
 
 
 def test_every_kind_of_event_is_documented() -> None:
@@ -207,3 +253,77 @@ async def test_stall_of_a_run_without_weights_says_what_they_wait_for(cluster: H
     assert (await stall())[1][0] == "the initial values of 1 units are not complete: the first is 'u'"
     await a.publish("u", declared.epoch)
     assert (await stall())[0] == "working"
+
+
+async def health(cluster: Harness) -> tuple[str, coordinator_pb2.RunHealth]:
+    """Returns the status of the run in lower case, and the run's health."""
+    (found,) = (await cluster.call("DescribeCluster", run="r")).runs
+    listed = (await cluster.call("ListRuns")).runs[0]
+    assert found.summary == listed
+    return coordinator_pb2.RunStatus.Name(listed.status).removeprefix("RUN_STATUS_").lower(), found
+
+
+async def test_status_follows_a_run_to_its_end_and_survives_a_restart(cluster: Harness) -> None:
+    await cluster.try_join("a", incarnation="a")
+    assert (await health(cluster))[0] == "waiting", "one trainer is missing"
+    a, b = await cluster.join("a", incarnation="a"), await cluster.join("b")
+    a = await cluster.join("a", incarnation="a")
+    assert (await health(cluster))[0] == "waiting", "no unit has values"
+    await cluster.publish_unit([a, b])
+    assert (await health(cluster))[0] == "running"
+    for trainer in (a, b):
+        await trainer.finish(0)
+    await asyncio.gather(a.commit(0, wait_s=5), b.commit(0, wait_s=5))
+    status, at = await health(cluster)
+    assert (status, at.summary.committed_step, list(at.problems)) == ("running", 1, [])
+    assert at.stall == await cluster.call("ExplainStall", run="r")
+    await b.leave()
+    await a.leave()
+    assert (await health(cluster))[0] == "idle"
+    again = await cluster.join("a")
+    await again.leave(ended_step=0)
+    assert (await health(cluster))[0] == "idle", "the loop ended before the last commit"
+    again = await cluster.join("a")
+    await again.leave(ended_step=1)
+    for _ in range(2):
+        status, at = await health(cluster)
+        assert (status, at.summary.created_by, at.summary.created_on) == ("finished", "a", "h")
+        await cluster.restart_all()
+
+
+async def test_run_without_progress_is_stalled(cluster: Harness) -> None:
+    a, b = await cluster.team_with_unit("a", "b")
+    await cluster.pass_time(590, a, b)
+    assert (await health(cluster))[0] == "running", "the first step may compile the model"
+    await cluster.pass_time(20, a, b)
+    status, at = await health(cluster)
+    assert status == "stalled"
+    assert list(at.problems) == ["no progress in step 0: `shardwell stall r` says what it waits for"]
+    for trainer in (a, b):
+        await trainer.finish(0)
+    await asyncio.gather(a.commit(0, wait_s=5), b.commit(0, wait_s=5))
+    assert (await health(cluster))[0] == "running"
+
+
+async def test_advice_about_an_ended_server_works(cluster: Harness) -> None:
+    await cluster.team_with_unit("a", "b")
+    assert not (await cluster.call("DescribeCluster")).problems
+    await cluster.add_server("s2")
+    cluster.state.cluster.servers["s2"].mark_stopped(keeps_copies=True)
+    (problem,) = (await cluster.call("DescribeCluster")).problems
+    advice = "server 's2' at s2:1 has ended: start it again under its id, or remove it from the list (`shardwell "
+    assert problem == f"{advice}forget-server s2`)"
+    await cluster.call("ForgetServer", server_id="s2")
+    assert not (await cluster.call("DescribeCluster")).problems
+
+
+async def test_missing_backups_and_lost_shards_are_problems(cluster: Harness) -> None:
+    await cluster.team_with_unit("a", "b")
+    await cluster.call("SetBackups", run="r", backups=1)
+    shards = len((await cluster.call("ListUnits", run="r")).units[0].shards)
+    _, at = await health(cluster)
+    assert at.summary.missing_backup_count == shards
+    assert "missing or not in sync" in at.problems[0]
+    cluster.state.cluster.servers["s1"].mark_lost()
+    status, at = await health(cluster)
+    assert status == "stalled" and "server 's1' at s1:1 has sent no heartbeat" in at.problems[0]

@@ -123,6 +123,28 @@ def test_state_of_another_schema_version_is_rejected(tmp_path: Path) -> None:
         Storage(tmp_path)
 
 
+def test_state_of_the_previous_schema_version_is_upgraded(tmp_path: Path) -> None:
+    async def write() -> None:
+        await storage.save_run(
+            RunRecord("r", "id", b"config", 1.5, True, 7, created_by="a", created_on="h", ended_step=3)
+        )
+
+    storage = Storage(tmp_path)
+    asyncio.run(write())
+    storage.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as database:
+        for column in ("created_by", "created_on", "ended_step"):
+            database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
+        database.execute("DROP TABLE events")
+        database.execute("PRAGMA user_version = 18")
+    database.close()
+    for _ in range(2):  # the upgraded file is opened again
+        storage = Storage(tmp_path)
+        (run,) = asyncio.run(storage.load()).runs
+        storage.close()
+        assert run.record == RunRecord("r", "id", b"config", 1.5, True, 7)
+
+
 def test_file_that_is_not_a_database_is_rejected(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"not a database" * 1000)
     with pytest.raises(UnavailableError, match="file is not a database"):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from shardwell_server.coordinator.inspection.events import timestamp
+from shardwell_server.coordinator.inspection.stall import Stall, run_problems, run_status
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.ranks.rank_assignment import Replica
 from shardwell_server.coordinator.run import Run
@@ -115,8 +116,8 @@ def _summarize_replicas(run: Run) -> list[coordinator_pb2.ReplicaSummary]:
     ]
 
 
-def summarize_run(run: Run) -> coordinator_pb2.RunSummary:
-    """Summarizes a run."""
+def summarize_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.RunSummary:
+    """Summarizes a run at clock time ``now``."""
     last = run.commits.last
     return coordinator_pb2.RunSummary(
         run=run.name,
@@ -133,7 +134,20 @@ def summarize_run(run: Run) -> coordinator_pb2.RunSummary:
         created=timestamp(run.created),
         last_commit=timestamp(last.time) if last is not None else None,
         run_id=run.identity.run_id,
+        status=run_status(run, cluster, now),
+        step_s=run.commits.step_s,
+        created_by=run.created_by,
+        created_on=run.created_on,
+        missing_backup_count=_count_missing_backups(run),
     )
+
+
+def _count_missing_backups(run: Run) -> int:
+    wanted, missing = run.settings.backups, 0
+    for unit in run.units if wanted else ():
+        found = Counter(backup.start_bytes for backup in unit.backups if backup.in_sync)
+        missing += sum(max(0, wanted - found[shard.start_bytes]) for shard in unit.shards)
+    return missing
 
 
 def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.DescribeRunResponse:
@@ -141,7 +155,7 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
     last = run.commits.last
     ids = {server.address: server.server_id for server in cluster.servers.values()}
     return coordinator_pb2.DescribeRunResponse(
-        summary=summarize_run(run),
+        summary=summarize_run(run, cluster, now),
         trainers=[
             coordinator_pb2.TrainerSummary(
                 trainer=member.name,
@@ -154,7 +168,7 @@ def describe_run(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.Desc
             )
             for member in run.members
         ],
-        work=_summarize_work(run.work.steps),
+        work=_summarize_work(run.work.steps, now),
         grad_norm=last.grad_norm if last is not None else 0.0,
         optimizer=common_pb2.OptimizerStep.FromString(last.optimizer) if last is not None else None,
         checkpoints=_summarize_checkpoints(run),
@@ -173,10 +187,9 @@ def describe_performance(run: Run, logged_count: int) -> coordinator_pb2.Describ
     ranks = {member.name: run.owners.ranks_of(member.name) for member in live}
     first = [each for each in live if any(_is_first(world.coordinates(rank)) for rank in ranks[each.name])]
     reports = [member.report for member in first if member.report is not None]
-    times = [record.time for record in commits.records]
     return coordinator_pb2.DescribePerformanceResponse(
         committed_step=run.committed_step,
-        commit_interval_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0,
+        commit_interval_s=commits.step_s,
         tokens_per_s=sum(report.tokens_per_s for report in reports),
         samples_per_s=sum(report.samples_per_s for report in reports),
         trainers=[
@@ -254,18 +267,37 @@ def _progress(checkpoint: CheckpointInFlight | CheckpointRecord) -> coordinator_
     )
 
 
-def _summarize_work(steps: Iterable[Step]) -> list[coordinator_pb2.WorkSummary]:
+def _summarize_work(steps: Iterable[Step], now: float) -> list[coordinator_pb2.WorkSummary]:
     return [
         coordinator_pb2.WorkSummary(
             item=item.to_proto(member.global_rank),
             state=(WorkState.FINISHED if member.finished else item.state).to_proto(),
             trainer="" if item.state is WorkState.VACANT else member.trainer,
             version=step.number,
+            state_s=round(now - item.since_s, 3),
         )
         for step in steps
         for item in step.items.values()
         for member in item.members.values()
     ]
+
+
+def describe_health(run: Run, cluster: Cluster, stall: Stall, now: float) -> coordinator_pb2.RunHealth:
+    """Describes a run, what it waits for, and what is wrong with it."""
+    summary = summarize_run(run, cluster, now)
+    return coordinator_pb2.RunHealth(
+        summary=summary,
+        stall=describe_stall(run, stall),
+        checkpoints=_summarize_checkpoints(run),
+        problems=run_problems(run, cluster, now, summary.missing_backup_count),
+    )
+
+
+def describe_stall(run: Run, stall: Stall) -> coordinator_pb2.ExplainStallResponse:
+    """Converts what a run waits for to a message."""
+    return coordinator_pb2.ExplainStallResponse(
+        step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
+    )
 
 
 def list_units(run: Run, cluster: Cluster) -> coordinator_pb2.ListUnitsResponse:

@@ -7,17 +7,15 @@ import heapq
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from shardwell_server.coordinator.storage.records import KEPT_EVENTS, EventRecord
 from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
-
-KEPT_EVENTS = 256
-"""Capacity of the queues of routine events, of other events, and of new events per watcher."""
 
 
 class EventKind(StrEnum):
@@ -133,22 +131,29 @@ class EventLog:
 
     Args:
         wall_clock: Returns seconds since 1970.
+        stored: Events of former coordinators, oldest first.
+        store: Called with each new event that is not routine. Must not wait.
     """
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
-        self._wall_clock = wall_clock
+    def __init__(
+        self,
+        wall_clock: Callable[[], float] = time.time,
+        stored: Sequence[EventRecord] = (),
+        store: Callable[[EventRecord], None] | None = None,
+    ) -> None:
+        self._wall_clock, self._store = wall_clock, store
         self._routine: deque[tuple[int, coordinator_pb2.WatchEventsResponse]] = deque(maxlen=KEPT_EVENTS)
         self._rare: deque[tuple[int, coordinator_pb2.WatchEventsResponse]] = deque(maxlen=KEPT_EVENTS)
-        self._count = 0
+        self._rare.extend((number, _to_proto(record)) for number, record in enumerate(stored))
+        self._count = len(stored)
         self._counts: dict[str, Counter[str]] = {}
         """Events since the start by run and kind. Without those of deleted runs."""
         self._watchers: set[_Watcher] = set()
 
     def add(self, kind: EventKind, message: str, *, run: str = "") -> None:
         """Adds and logs an event of a run, or of the cluster if ``run`` is empty."""
-        event = coordinator_pb2.WatchEventsResponse(
-            time=timestamp(self._wall_clock()), kind=kind, run=run, message=message
-        )
+        record = EventRecord(self._wall_clock(), kind, run, message)
+        event = _to_proto(record)
         fields = {"run": run, "event": str(kind)} if run else {"event": str(kind)}
         logger.info("%s%s: %s", f"run {run!r}: " if run else "", kind, message, extra={"fields": fields})
         if kind is EventKind.RUN_DELETED:
@@ -156,6 +161,8 @@ class EventLog:
         counted = "" if kind is EventKind.RUN_DELETED else run
         self._counts.setdefault(counted, Counter())[kind] += 1
         (self._routine if kind in _ROUTINE else self._rare).append((self._count, event))
+        if self._store is not None and kind not in _ROUTINE:
+            self._store(record)
         self._count += 1
         for watcher in self._watchers:
             watcher.add(event)
@@ -221,6 +228,12 @@ class _Watcher:
             except TimeoutError:
                 return None
         return self._pending.popleft()
+
+
+def _to_proto(record: EventRecord) -> coordinator_pb2.WatchEventsResponse:
+    return coordinator_pb2.WatchEventsResponse(
+        time=timestamp(record.time), kind=record.kind, run=record.run, message=record.message
+    )
 
 
 def timestamp(seconds: float) -> Timestamp:

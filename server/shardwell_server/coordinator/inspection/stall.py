@@ -1,4 +1,4 @@
-"""Explains what a run waits for (``ExplainStall``)."""
+"""Explains what a run waits for (``ExplainStall``), and judges whether runs and servers are all right."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, ServerState, describe_unreachable
 from shardwell_server.coordinator.servers.shard_servers import availability_errors
 from shardwell_server.coordinator.steps.step import MemberWork, Step, WorkItem, WorkState
+from shardwell_wire.v1 import coordinator_pb2
 
 MAX_LINES = 64
+
+_LATE_S, _LATE_STEPS, _FIRST_STEP_S = 60.0, 10, 600.0
+"""A step is late after as many times the median of the last steps, but at least ``_LATE_S``; the first one, which may
+compile the model, after ``_FIRST_STEP_S``. Both in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,61 @@ def explain_stall(run: Run, cluster: Cluster, now: float, min_servers: int) -> S
             lines += _proposals(run, step)
         lines += [line for item in step.unfinished for line in _work_item(run, item, now)]
     return Stall(phase, now - since, _shorten(lines))
+
+
+def run_status(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.RunStatus.ValueType:
+    """Returns the status of a run at clock time ``now``."""
+    if run.checkpoints.restore is not None:
+        fatal = run.checkpoints.restoring.fatal
+        return coordinator_pb2.RUN_STATUS_STALLED if fatal else coordinator_pb2.RUN_STATUS_LOADING
+    if run.started and run.ended:
+        return coordinator_pb2.RUN_STATUS_FINISHED
+    if run.started and not (run.members.live or run.members.expired):
+        return coordinator_pb2.RUN_STATUS_IDLE
+    if availability_errors(run, cluster):
+        return coordinator_pb2.RUN_STATUS_STALLED
+    if not run.started or (not run.committed_step and (run.units.unpublished or not run.units)):
+        return coordinator_pb2.RUN_STATUS_WAITING
+    since = max(max(step.started_s, *(item.since_s for item in step.items.values())) for step in run.work.steps)
+    late_s = max(_LATE_S, _LATE_STEPS * run.commits.step_s) if run.commits.step_s else _FIRST_STEP_S
+    is_stalled = now - since > late_s or any(step.failure is not None for step in run.work.steps)
+    return coordinator_pb2.RUN_STATUS_STALLED if is_stalled else coordinator_pb2.RUN_STATUS_RUNNING
+
+
+def run_problems(run: Run, cluster: Cluster, now: float, missing_backups: int) -> list[str]:
+    """Returns what is wrong with a run, one line each.
+
+    Args:
+        run: The run.
+        cluster: The shard servers.
+        now: Time of the coordinator's clock.
+        missing_backups: Number of backups in sync that shards lack.
+    """
+    lines = [*map(str, availability_errors(run, cluster)), *_checkpoints(run)]
+    lines = [] if run.checkpoints.restore is not None and not run.checkpoints.restoring.fatal else lines
+    if run_status(run, cluster, now) == coordinator_pb2.RUN_STATUS_STALLED and not lines:
+        lines.append(f"no progress in step {run.committed_step}: `shardwell stall {run.name}` says what it waits for")
+    if missing_backups:
+        copies = "1 backup is" if missing_backups == 1 else f"{missing_backups} backups are"
+        lines.append(f"{copies} missing or not in sync: a lost server can lose shards until they are complete")
+    return _shorten(lines)
+
+
+def server_problems(cluster: Cluster) -> list[str]:
+    """Returns what is wrong with the shard servers, one line each."""
+    lines = [describe_unreachable(server) for server in cluster.unreachable]
+    for server in cluster.servers.values():
+        at = f"server {server.server_id!r} at {server.address}"
+        if server.state is ServerState.ENDED:
+            lines.append(
+                f"{at} has ended: start it again under its id, or remove it from the list (`shardwell forget-server "
+                f"{server.server_id}`)"
+            )
+        elif server.state in (ServerState.UNCONFIRMED, ServerState.LOST):
+            lines.append(
+                f"{at} has sent no heartbeat for {cluster.silent_s(server):.1f} s: check its process and network"
+            )
+    return _shorten(lines)
 
 
 def _phase(run: Run, step: Step) -> tuple[str, float]:

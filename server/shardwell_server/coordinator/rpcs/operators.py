@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from importlib.metadata import version
 
 from shardwell_server.coordinator.checkpoints.saving import add_report
 from shardwell_server.coordinator.inspection import describe
+from shardwell_server.coordinator.inspection.stall import server_problems
 from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, fingerprint, wait_limit
 from shardwell_server.coordinator.run import Run
@@ -186,8 +188,26 @@ class InspectionRpcs(CoordinatorRpcs):
     """Rpcs that describe runs and the cluster."""
 
     async def ListRuns(self, request: coordinator_pb2.ListRunsRequest, call: Call) -> coordinator_pb2.ListRunsResponse:
+        cluster, now = self._state.cluster, self._state.clock()
         return coordinator_pb2.ListRunsResponse(
-            runs=[describe.summarize_run(run) for _, run in sorted(self._state.runs.items()) if call.sees(run.identity)]
+            runs=[
+                describe.summarize_run(run, cluster, now)
+                for _, run in sorted(self._state.runs.items())
+                if call.sees(run.identity)
+            ]
+        )
+
+    async def DescribeCluster(
+        self, request: coordinator_pb2.DescribeClusterRequest, call: Call
+    ) -> coordinator_pb2.DescribeClusterResponse:
+        state, now = self._state, self._state.clock()
+        runs = [state.require_run(request.run)] if request.run else [run for _, run in sorted(state.runs.items())]
+        return coordinator_pb2.DescribeClusterResponse(
+            shardwell_version=version("shardwell"),
+            term=state.term,
+            servers=describe.list_servers(state.cluster, state.runs.values(), now).servers,
+            runs=[describe.describe_health(run, state.cluster, self._explain_stall(run), now) for run in runs],
+            problems=server_problems(state.cluster),
         )
 
     async def DescribeRun(
@@ -236,10 +256,7 @@ class InspectionRpcs(CoordinatorRpcs):
         self, request: coordinator_pb2.ExplainStallRequest, call: Call
     ) -> coordinator_pb2.ExplainStallResponse:
         run = self._state.require_run(request.run)
-        stall = self._explain_stall(run)
-        return coordinator_pb2.ExplainStallResponse(
-            step=run.committed_step, phase=stall.phase, phase_s=round(stall.phase_s, 3), waiting_for=stall.lines
-        )
+        return describe.describe_stall(run, self._explain_stall(run))
 
     async def DescribePerformance(
         self, request: coordinator_pb2.DescribePerformanceRequest, call: Call

@@ -134,6 +134,8 @@ class TrainerRpcs(CoordinatorRpcs):
         member = run.members.by_name.get(request.trainer)
         if member is not None and (member.live or member.expired or member.epoch != request.epoch):
             trainers = self._coordinator.trainers
+            if request.HasField("ended_step"):
+                run.note_ended(request.ended_step)
             trainers.leave(run, trainers.require_member(run, request.trainer, request.epoch), request.error)
             await self._state.save(run)
         return coordinator_pb2.LeaveResponse()

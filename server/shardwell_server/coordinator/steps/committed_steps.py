@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from shardwell_server.coordinator.steps.proposals import (
     committed_optimizer,
@@ -80,6 +82,12 @@ class CommittedSteps:
     def count(self) -> int:
         """Number of committed steps, which is also the number of the step in flight."""
         return self.records[-1].step + 1 if self.records else 0
+
+    @property
+    def step_s(self) -> float:
+        """Median time between the kept commits, in seconds. 0: fewer than two are kept."""
+        times = [record.time for record in self.records]
+        return median(max(0.0, after - before) for before, after in pairwise(times)) if len(times) > 1 else 0.0
 
     @property
     def updated_s(self) -> float | None:

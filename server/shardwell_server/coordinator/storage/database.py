@@ -11,7 +11,7 @@ Note: [Failed COMMIT]
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,15 @@ class Database:
         path: The file. It is created if it does not exist.
         schema: Statements that create the tables of a new file.
         version: Version of the schema.
+        upgrades: Statements that bring a file from a schema version to the next one, by the older version.
 
     Raises:
-        ConflictError: Another process uses the file, or the file has another schema version.
+        ConflictError: Another process uses the file, or the file has a schema version without an upgrade.
         UnavailableError: The file cannot be read or written.
     """
 
-    def __init__(self, path: Path, schema: str, version: int) -> None:
-        self.path, self._schema, self._version = path, schema, version
+    def __init__(self, path: Path, schema: str, version: int, upgrades: Mapping[int, str] | None = None) -> None:
+        self.path, self._schema, self._version, self._upgrades = path, schema, version, upgrades or {}
         self.lost: UnavailableError | None = None
         """Set when the outcome of a write is unknown. Every later write raises it."""
         self._connection = self._open()
@@ -141,6 +142,10 @@ class Database:
             if found == 0:
                 create = f"{self._schema} {_COUNTER_SCHEMA} PRAGMA user_version = {self._version};"
                 database.executescript(f"BEGIN IMMEDIATE; {create} COMMIT;")
+            while found in self._upgrades:
+                upgrade = f"{self._upgrades[found]} PRAGMA user_version = {found + 1};"
+                database.executescript(f"BEGIN IMMEDIATE; {upgrade} COMMIT;")
+                found += 1
         except sqlite3.Error as error:
             database.close()
             if "locked" in str(error):

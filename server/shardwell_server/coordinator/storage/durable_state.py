@@ -7,8 +7,10 @@ work items, step proposals) is sent again by the trainers when they poll the res
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,12 @@ from typing import Any, TypeVar
 from shardwell_server.coordinator.storage.database import Database, Write
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
+    KEPT_EVENTS,
     AddressRecord,
     BackupRecord,
     CheckpointRecord,
     CommitRecord,
+    EventRecord,
     InitializerRecord,
     MemberRecord,
     RankRecord,
@@ -34,11 +38,22 @@ from shardwell_server.coordinator.storage.records import (
 )
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 18
+SCHEMA_VERSION = 19
+
+_EVENTS_TABLE = """CREATE TABLE events (
+    number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, run TEXT NOT NULL, message TEXT NOT NULL
+);"""
+_UPGRADES = {
+    18: "ALTER TABLE runs ADD COLUMN created_by TEXT NOT NULL DEFAULT ''; "
+    "ALTER TABLE runs ADD COLUMN created_on TEXT NOT NULL DEFAULT ''; ALTER TABLE runs ADD COLUMN ended_step INTEGER; "
+    f"{_EVENTS_TABLE}",
+}
+"""Statements that bring a file of an older schema version to the next version."""
 
 FILE_NAME = "coordinator.sqlite"
 
-_SCHEMA = """
+_SCHEMA = f"""
+{_EVENTS_TABLE}
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE deleted_runs (run_id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE servers (
@@ -49,7 +64,7 @@ CREATE TABLE servers (
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
     last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL,
-    parallel_plan BLOB
+    parallel_plan BLOB, created_by TEXT NOT NULL, created_on TEXT NOT NULL, ended_step INTEGER
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -104,6 +119,9 @@ _ROWS_OF_RUN: dict[str, type[Row]] = {
 """Tables of which ``save_run`` writes only the changed rows. The first field of a record identifies it in its run."""
 _RUN_TABLES = (*_ROWS_OF_RUN, "runs", "units", "shards", "backups", "commits", "states", "checkpoints")
 
+_FORGET_EVENTS = f"DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - {KEPT_EVENTS}"
+_READ_EVENTS = "SELECT * FROM events ORDER BY number"
+
 Result = TypeVar("Result")
 _Row = TypeVar("_Row", bound=Row)
 
@@ -124,7 +142,7 @@ class Storage:
 
     def __init__(self, directory: Path) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardwell-storage")
-        self._database = Database(directory / FILE_NAME, _SCHEMA, SCHEMA_VERSION)
+        self._database = Database(directory / FILE_NAME, _SCHEMA, SCHEMA_VERSION, _UPGRADES)
         self.term = self._begin_term()
         """Term of this coordinator: rises by one each time the file is opened."""
         self.server_epoch = self._fact("server_epoch")
@@ -133,9 +151,14 @@ class Storage:
         """Last stored record of each run, by run name. ``save_run`` writes the difference."""
         self.lost = asyncio.Event()
         """Set when the outcome of a write is unknown. The coordinator must then stop."""
+        self._events: deque[tuple[object, ...]] = deque(maxlen=KEPT_EVENTS)
+        """Events that the next write stores."""
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        if self._events:
+            with suppress(UnavailableError):
+                self._write([])
         self._database.close()
 
     @property
@@ -143,18 +166,26 @@ class Storage:
         """The error that set ``lost``."""
         return self._database.lost
 
+    def keep_event(self, record: EventRecord) -> None:
+        """Stores an event with the next write of anything else, or when this is closed. Never waits.
+
+        A write of its own would delay the commit record that follows. If the process is killed before the next write,
+        the event is lost.
+        """
+        self._events.append(record.to_row())
+
     async def load(self) -> StoredState:
         """Reads everything that is stored."""
         return await self._call(self._load)
 
     async def save_server(self, record: ServerRecord) -> None:
         """Stores a shard server."""
-        await self._call(self._database.write, [_upsert("servers", record.to_row())])
+        await self._call(self._write, [_upsert("servers", record.to_row())])
 
     async def delete_server(self, server_id: str, last_epoch: int) -> None:
         """Deletes a server and stores ``last_epoch``, the highest epoch of any server, so that no epoch is reused."""
         delete = ("DELETE FROM servers WHERE server_id = ?", [(server_id,)])
-        await self._call(self._database.write, [delete, _upsert("facts", ("server_epoch", last_epoch))])
+        await self._call(self._write, [delete, _upsert("facts", ("server_epoch", last_epoch))])
 
     async def save_run(self, record: RunRecord, units: Sequence[UnitRecord] = ()) -> None:
         """Stores a run, and units that changed with it. Writes only rows of the run that differ from the last record.
@@ -164,7 +195,7 @@ class Storage:
         await self._call(self._write_run, record, units)
 
     def _write_run(self, record: RunRecord, units: Sequence[UnitRecord], more: Sequence[Write] = ()) -> None:
-        self._database.write([*self._run_writes(record), *_unit_writes(record.run, units), *more])
+        self._write([*self._run_writes(record), *_unit_writes(record.run, units), *more])
         self._stored[record.run] = record  # only now: after a failed write, the next call must write the difference
 
     def _run_writes(self, record: RunRecord) -> list[Write]:
@@ -180,7 +211,7 @@ class Storage:
 
     async def save_units(self, run: str, records: Sequence[UnitRecord]) -> None:
         """Stores units and their shards, replacing the units' previous shards."""
-        await self._call(self._database.write, _unit_writes(run, records))
+        await self._call(self._write, _unit_writes(run, records))
 
     async def save_loaded_run(
         self, record: RunRecord, units: Sequence[UnitRecord], commits: Sequence[CommitRecord], state: bytes | None
@@ -198,12 +229,12 @@ class Storage:
 
     async def save_checkpoint(self, run: str, record: CheckpointRecord) -> None:
         """Stores a checkpoint that is about to be written, or is complete."""
-        await self._call(self._database.write, [_upsert("checkpoints", (run, *record.to_row()))])
+        await self._call(self._write, [_upsert("checkpoints", (run, *record.to_row()))])
 
     async def delete_checkpoints(self, run: str, checkpoint_ids: Iterable[str]) -> None:
         """Deletes the records of checkpoints."""
         rows = [(run, checkpoint_id) for checkpoint_id in checkpoint_ids]
-        await self._call(self._database.write, [("DELETE FROM checkpoints WHERE run = ? AND checkpoint_id = ?", rows)])
+        await self._call(self._write, [("DELETE FROM checkpoints WHERE run = ? AND checkpoint_id = ?", rows)])
 
     async def save_commit(
         self,
@@ -238,7 +269,7 @@ class Storage:
         if changed is not None:
             run_record, units = changed
             writes += [*self._run_writes(run_record), *_unit_writes(run, units)]
-        self._database.write(writes)
+        self._write(writes)
         if changed is not None:
             self._stored[run] = changed[0]
 
@@ -251,7 +282,7 @@ class Storage:
         await self._call(self._delete_run, run, [(keep, [(last_epoch,)]), _upsert("deleted_runs", (run_id,))])
 
     def _delete_run(self, run: str, keep: Sequence[Write]) -> None:
-        self._database.write([*(_clear(table, run) for table in _RUN_TABLES), *keep])
+        self._write([*(_clear(table, run) for table in _RUN_TABLES), *keep])
         self._stored.pop(run, None)
 
     async def _call(self, method: Callable[..., Result], *arguments: object) -> Result:
@@ -260,6 +291,17 @@ class Storage:
         finally:
             if self._database.lost is not None:
                 self.lost.set()
+
+    def _write(self, writes: Sequence[Write]) -> None:
+        """Makes a change durable, and the events that were kept since the last one. For the thread of the storage."""
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        if events:
+            writes = [*writes, ("INSERT INTO events VALUES (NULL, ?, ?, ?, ?)", events), (_FORGET_EVENTS, [()])]
+        try:
+            self._database.write(writes)
+        except UnavailableError:
+            self._events.extendleft(reversed(events))
+            raise
 
     def _begin_term(self) -> int:
         advance = "INSERT INTO facts VALUES ('term', 1) ON CONFLICT DO UPDATE SET value = value + 1"
@@ -279,6 +321,7 @@ class Storage:
             runs=tuple(runs),
             deleted_last_epoch=self._fact("deleted_last_epoch"),
             deleted_run_ids=frozenset(run_id for (run_id,) in self._database.read("SELECT run_id FROM deleted_runs")),
+            events=tuple(EventRecord.from_row(row[1:]) for row in self._database.read(_READ_EVENTS)),
         )
 
     def _load_run(self, row: Sequence[Any]) -> StoredRun:

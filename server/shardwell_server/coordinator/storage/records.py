@@ -9,6 +9,8 @@ from typing import Any, Self
 
 KEPT_COMMITS = 8
 """Commit records kept per run. Trainers are rarely more than one step behind."""
+KEPT_EVENTS = 256
+"""Capacity of the queues of routine events, of other events, and of new events per watcher. Stored events: as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,12 @@ class RunRecord(Row):
     """Options for checkpoints, and the restore in progress. JSON."""
     parallel_plan: bytes | None = None
     """How the run's models are divided over tensor and pipeline ranks. None: not reported yet."""
+    created_by: str = ""
+    """The trainer that joined first. Empty: not known."""
+    created_on: str = ""
+    """Host of that trainer. Empty: not known."""
+    ended_step: int | None = None
+    """Number of committed steps at which a trainer's loop has ended. None: not known."""
     members: tuple[MemberRecord, ...] = field(default=(), kw_only=True)
     ranks: tuple[RankRecord, ...] = field(default=(), kw_only=True)
     addresses: tuple[AddressRecord, ...] = field(default=(), kw_only=True)
@@ -259,6 +267,17 @@ class CheckpointRecord(Row):
 
 
 @dataclass(frozen=True, slots=True)
+class EventRecord(Row):
+    """A stored event, see ``EventLog``."""
+
+    time: float
+    """Seconds since 1970."""
+    kind: str
+    run: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoredRun:
     """Everything that is stored of one run."""
 
@@ -281,6 +300,8 @@ class StoredState:
     """Highest epoch of a deleted run. 0: no run was deleted."""
     deleted_run_ids: frozenset[str]
     """Ids of all deleted runs. No run gets one of them again."""
+    events: tuple[EventRecord, ...] = ()
+    """The most recent events that are not routine, oldest first."""
 
 
 def _same(value: Any) -> Any:
