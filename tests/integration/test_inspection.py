@@ -132,7 +132,8 @@ def test_json_option_prints_json(show, run) -> None:
 
 FIELDS = {
     "status": {"shardwell_version", "term", "servers", "runs", "problems"},
-    "top --once RUN": {"run", "cluster"},
+    "top --once RUN": {"run", "cluster", "performance"},
+    "report RUN": {"committed_step", "commit_interval_s", "trainers", "logged", "tokens_per_s", "samples_per_s"},
     "runs": {"runs"},
     "run RUN": {"summary", "trainers", "work", "grad_norm", "optimizer", "checkpoints"},
     "world RUN": {"world", "world_size", "rank_assignments", "replicas", "ended"},

@@ -207,7 +207,7 @@ def test_ctrl_c_while_torch_is_imported_prints_no_traceback(monkeypatch: pytest.
     def interrupt(module: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "import_module", interrupt)
+    monkeypatch.setattr(cli, "import_with_torch", interrupt)
     assert main(["convert-checkpoint", "a", "b"]) == cli.INTERRUPTED
 
 
@@ -348,7 +348,7 @@ def answers() -> list[object]:
             coordinator_pb2.DescribeWorldResponse(world=World(dp=64).to_proto(), world_size=64, rank_assignments=[rank])
         ),
         tables.cluster(cluster, ADDRESS),
-        tables.top(described, cluster),
+        tables.top(described, cluster, coordinator_pb2.DescribePerformanceResponse()),
     ]
 
 

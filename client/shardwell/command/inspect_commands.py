@@ -111,7 +111,10 @@ def _top(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answe
     request = coordinator_pb2.DescribeRunRequest(run=arguments.run)
     run = coordinator.call("DescribeRun", request, timeout_s=arguments.timeout)
     cluster = _describe_cluster(arguments, coordinator)
-    return Answer(({"run": as_dict(run), "cluster": as_dict(cluster)},), tables.top(run, cluster))
+    asked = coordinator_pb2.DescribePerformanceRequest(run=arguments.run)
+    performance = coordinator.call("DescribePerformance", asked, timeout_s=arguments.timeout)
+    found = {"run": run, "cluster": cluster, "performance": performance}
+    return Answer(({name: as_dict(each) for name, each in found.items()},), tables.top(run, cluster, performance))
 
 
 def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:

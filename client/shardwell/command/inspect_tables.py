@@ -211,15 +211,21 @@ def is_degraded(response: coordinator_pb2.DescribeClusterResponse) -> bool:
     return bool(response.problems or any(health.problems for health in response.runs))
 
 
-def top(run: coordinator_pb2.DescribeRunResponse, cluster: coordinator_pb2.DescribeClusterResponse) -> RenderableType:
+def top(
+    run: coordinator_pb2.DescribeRunResponse,
+    cluster: coordinator_pb2.DescribeClusterResponse,
+    performance: coordinator_pb2.DescribePerformanceResponse,
+) -> RenderableType:
     """Renders ``shardwell top``."""
     (health,), summary = cluster.runs, run.summary
     rate = f" ({1 / summary.step_s:.3g} steps/s)" if summary.step_s else ""
+    rate += "".join(f", {each}" for each in _rates(performance))
     norm = f", gradient norm {run.grad_norm:.6g}" if summary.HasField("last_commit") else ""
     listing = Listing(
-        *("RANK", "TRAINER", "HOST", "STATE", "FOR", "SLOWEST TRANSPORT", "HEARTBEAT"),
+        *("RANK", "TRAINER", "HOST", "STATE", "FOR", "PER STEP", "LONGEST PARTS", "SLOWEST TRANSPORT", "HEARTBEAT"),
         optional=("HEARTBEAT", "HOST", "SLOWEST TRANSPORT"),
     )
+    reports = {each.trainer: each.report for each in performance.trainers}
     by_name = {trainer.trainer: trainer for trainer in run.trainers}
     for work in run.work:
         trainer = by_name.get(work.trainer, coordinator_pb2.TrainerSummary(host="-"))
@@ -231,6 +237,7 @@ def top(run: coordinator_pb2.DescribeRunResponse, cluster: coordinator_pb2.Descr
             trainer.host,
             "computing" if leased else _WORK_STATES.get(work.state, "unknown"),
             format_seconds(work.state_s),
+            *_steps_cells(reports.get(work.trainer, coordinator_pb2.StepReport()), 2)[1:],
             f"{_transport_kind(slowest)} {format_size(round(slowest.bytes_per_s))}/s" if slowest else "-",
             _silent(trainer.silent_s) if trainer.trainer else "-",
         )
@@ -489,10 +496,9 @@ _SHOWN_SHARE = 0.01
 def report(response: coordinator_pb2.DescribePerformanceResponse) -> RenderableType:
     """Renders ``shardwell report``."""
     interval_s = response.commit_interval_s
-    rates = ((response.tokens_per_s, "tokens/s"), (response.samples_per_s, "samples/s"))
     head = [f"step {response.committed_step}"]
     head += [f"{format_seconds(interval_s)} from commit to commit"] if interval_s else []
-    head += [f"{rate:,.1f} {what}" for rate, what in rates if rate]
+    head += _rates(response)
     wrapped = "SHARES OF THE TIME"
     table = Listing("TRAINER", "RANKS", "STEPS", "PER STEP", wrapped, wrapped=[wrapped])
     for trainer in response.trainers:
@@ -509,11 +515,17 @@ def report(response: coordinator_pb2.DescribePerformanceResponse) -> RenderableT
     return Group(", ".join(head), table, *(["", *advice] if advice else []), *(["", *logged] if logged else []))
 
 
-def _steps_cells(steps: coordinator_pb2.StepReport) -> tuple[str, str, str]:
-    """Returns the steps of a trainer's report, their duration, and the shares of the parts, the largest first."""
+def _rates(response: coordinator_pb2.DescribePerformanceResponse) -> list[str]:
+    """Returns what the trainers count per second."""
+    rates = ((response.tokens_per_s, "tokens/s"), (response.samples_per_s, "samples/s"))
+    return [f"{rate:,.1f} {what}" for rate, what in rates if rate]
+
+
+def _steps_cells(steps: coordinator_pb2.StepReport, count: int | None = None) -> tuple[str, str, str]:
+    """Returns the steps of a trainer's report, their duration, and the shares of the ``count`` longest parts."""
     if not steps.step_s:
         return "-", "-", "no step is measured yet"
-    shares = sorted(((seconds / steps.step_s, part) for part, seconds in steps.part_s.items()), reverse=True)
+    shares = sorted(((seconds / steps.step_s, part) for part, seconds in steps.part_s.items()), reverse=True)[:count]
     shown = ", ".join(f"{part.replace('_', ' ')} {share:.0%}" for share, part in shares if share >= _SHOWN_SHARE)
     return f"{steps.first_step} to {steps.last_step}", format_seconds(steps.step_s), shown
 
