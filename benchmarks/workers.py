@@ -51,7 +51,10 @@ class Worker:
         self.name = " ".join([module, *arguments])
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         self._received = b""
-        self._process = subprocess.Popen(
+        self._process = self._start(module, arguments, prefix)
+
+    def _start(self, module: str, arguments: Sequence[str], prefix: Sequence[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [*prefix, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

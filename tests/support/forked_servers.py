@@ -1,11 +1,12 @@
-"""Servers of ``LocalCluster`` that are forked from a process that has imported torch.
+"""Servers of ``LocalCluster``, and workers of benchmarks, that are forked from a process that has imported torch.
 
-A server that starts with a new interpreter needs more than 2 s of CPU time for imports, which is most of the time of
-many tests. Forked servers are real processes too: they have their own pipes, log, environment, session and exit code.
+A process that starts with a new interpreter needs more than 2 s of CPU time for imports, which is most of the time of
+many tests. Forked ones are real processes too: they have their own pipes, log, environment, session and exit code.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -20,27 +21,29 @@ from typing import Any
 
 import pytest
 
+from benchmarks.workers import Worker
 from shardwell.processes import local_cluster
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell_wire import fault_points
 from tests.support.processes import fork_context, wait_for_fork_server
 
 
-class ForkedServer:
-    """A process that runs ``shardwell-server``, with the interface of ``subprocess.Popen`` as far as it is used.
+class ForkedProcess:
+    """A process that runs the ``main`` of a module, with the interface of ``subprocess.Popen`` as far as it is used.
 
     Args:
+        module: The module.
         arguments: Arguments of the command.
         environment: Environment variables.
         log_path: File for standard error.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
         its_input, own_input = fork_context.Pipe(duplex=False)
         own_output, its_output = fork_context.Pipe(duplex=False)
         self._process = fork_context.Process(
-            target=_run_server,
-            args=(list(arguments), dict(environment), os.getcwd(), log_path, its_input, its_output),
+            target=_run_module,
+            args=(module, list(arguments), dict(environment), os.getcwd(), log_path, its_input, its_output),
             daemon=True,
         )
         self._process.start()
@@ -65,7 +68,7 @@ class ForkedServer:
     def wait(self, timeout: float | None = None) -> int:
         """Returns the exit code when the process has ended."""
         if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired("shardwell-server", timeout or 0.0)
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
@@ -81,6 +84,13 @@ class ForkedServer:
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+
+class ForkedServer(ForkedProcess):
+    """A process that runs ``shardwell-server``; see ``ForkedProcess``."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
+        super().__init__("shardwell_server.cli", arguments, environment, log_path)
 
 
 _start_interpreter = ServerProcess._start
@@ -113,13 +123,28 @@ def started_servers() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def forked_workers() -> Iterator[None]:
+    """Makes every worker of a benchmark a ``ForkedProcess`` while the block runs."""
+
+    def start(worker: Worker, module: str, arguments: Sequence[str], prefix: Sequence[str]) -> ForkedProcess:
+        assert not prefix, "a forked process has no command that starts it"
+        log_path = Path(f"/proc/{os.getpid()}/fd/{worker._log.fileno()}")
+        return ForkedProcess(module, arguments, {**os.environ, "OMP_NUM_THREADS": "1"}, log_path)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Worker, "_start", start)
+        yield
+
+
 def _file(connection: Connection, mode: str) -> Any:
     """Returns an unbuffered file for one end of a pipe, and closes the connection."""
     with connection:
         return os.fdopen(os.dup(connection.fileno()), mode, 0)
 
 
-def _run_server(
+def _run_module(
+    module: str,
     arguments: list[str],
     environment: dict[str, str],
     folder: str,
@@ -127,7 +152,7 @@ def _run_server(
     its_input: Connection,
     its_output: Connection,
 ) -> None:
-    """Runs the command as a process of its own; called in the forked process."""
+    """Runs the module as a process of its own; called in the forked process."""
     os.setsid()
     os.chdir(folder)
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -139,7 +164,6 @@ def _run_server(
     os.environ.clear()
     os.environ.update(environment)
     fault_points.arm_from_environment()
-    sys.argv = ["shardwell-server", *arguments]
-    from shardwell_server.cli import main
-
-    sys.exit(main())
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (multiprocessing has replaced it)
+    sys.argv = [module, *arguments]
+    sys.exit(importlib.import_module(module).main())

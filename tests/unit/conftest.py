@@ -1,7 +1,8 @@
-"""Fixtures of the coordinator's tests: the simulated cluster."""
+"""Fixtures of the tests of the coordinator and of benchmarks: the simulated cluster, and forked workers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from shardwell_server.coordinator.relocation import keeper
 from tests.support.coordinator import Harness, harness
+from tests.support.forked_servers import forked_workers
 
 
 @pytest.fixture
@@ -23,3 +25,10 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the coordinator repeat what failed at once."""
     monkeypatch.setattr(keeper, "_TICK_S", 0.002)
     monkeypatch.setattr(keeper, "_PAUSE_S", 0.002)
+
+
+@pytest.fixture(scope="module")
+def _forked_workers() -> Iterator[None]:
+    """Starts the workers of benchmarks in a fraction of the time."""
+    with forked_workers():
+        yield

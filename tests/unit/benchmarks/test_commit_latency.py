@@ -23,6 +23,7 @@ def test_bad_arguments_are_rejected(arguments: list[str]) -> None:
         parse_arguments(arguments)
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_a_short_run_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dp", "1", "2", "--units", "2", "--steps", "3", "--rounds", "1", "--results", str(tmp_path)]
     commit_latency.main(options)

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.unit_cost import PLAIN, Point, Turn, parse_arguments, start_variant, to_section
 
+pytestmark = pytest.mark.usefixtures("_forked_workers")
+
 
 def turn(step_s: float, trainers_s: float, shards_s: float = 0.0, coordinator_s: float = 0.0) -> Turn:
     return Turn(
@@ -53,7 +55,7 @@ def losses(variant: str) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def plain_losses() -> list[float]:
+def plain_losses(_forked_workers: None) -> list[float]:
     return losses(PLAIN)
 
 
