@@ -30,7 +30,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test
+.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -157,6 +157,13 @@ $(LOCK_INSTALLED): Makefile
 	@$(PYTHON) -m venv $(LOCK_VENV)
 	@$(LOCK_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) $(LOCK_TOOLS)
 	@touch $@
+
+helm-test: install  ## Render the Helm chart and check it against the schemas of Kubernetes (100 MB of packages)
+	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[helm]'
+	@$(BIN)/pytest -m helm tests/helm
+
+slurm-test: install  ## Train on a Slurm of this machine, whose jobs are preempted (needs root and Debian's Slurm; 4 minutes)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -s -m slurm tests/slurm
 
 lock: $(LOCK_INSTALLED)  ## Renew the versions and hashes of the images' packages (deploy/locks)
 	@$(LOCK_VENV)/bin/python deploy/lock.py $(LOCK_OPTIONS)

@@ -1,4 +1,4 @@
-"""Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and torchrun.
+"""Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and the launcher of the process.
 
 The fields of three dataclasses have the name of each option, its type, from which its variable follows, its default,
 and what it excludes. ``docs/running.md`` and the arguments of ``join`` are compared with them.
@@ -226,8 +226,8 @@ class JoinConfig:
 
     world_size: int = 0
     """Number of trainers that the launcher started, checked against the world. 0: unknown."""
-    torchrun: TorchrunPlace | None = None
-    """Position of this process among those of torchrun. None: torchrun did not start this process."""
+    launcher: LauncherPlace | None = None
+    """Position of this process among those of its launcher. None: it has no launcher, or is the only process."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -327,7 +327,7 @@ class JoinConfig:
         """Returns the configuration for the arguments of ``join``.
 
         A field is taken from the first source that sets it: an argument, the variable ``SHARDWELL_`` + the field's name
-        in capitals, torchrun, the default. The fields of the world are DP, CP, TP, PP and ORDER (such as ``dp,tp,pp``).
+        in capitals, the launcher, the default. The fields of the world are DP, CP, TP, PP and ORDER (``dp,tp,pp``).
 
         Args:
             explicit: Arguments by field name; None stands for an argument that was not passed.
@@ -343,8 +343,10 @@ class JoinConfig:
         if axes := read_environment(World, source):
             values["world"] = World(**axes)
         values.update({name: value for name, value in explicit.items() if value is not None})
-        if (place := TorchrunPlace.from_env(source)) is not None:
-            values |= {"torchrun": place, **place.defaults(values)}
+        if (place := LauncherPlace.from_env(source)) is not None:
+            values |= {"launcher": place, **place.defaults(values)}
+        if not values.keys() & {"trainer", "global_rank"} and (name := _name_of_slurm_task(source)):
+            values["trainer"] = name
         values["transfers"] = TransferOptions.from_env(values.get("transfers"), source)
         values["waits"] = WaitOptions.from_env(values.get("waits"), source)
         return cls(**values)
@@ -410,21 +412,81 @@ def _parse(kind: str, variable: str, text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchrunPlace:
-    """The position of this process among those that ``torchrun`` or a similar launcher started."""
+class _Launcher:
+    """The variables in which a launcher tells each process its place."""
+
+    rank: str
+    """Index of the process, from 0, over all hosts."""
+    size: str
+    """Number of processes on all hosts."""
+    local_rank: str
+    """Index of the process among those of its host."""
+    local_size: str | None
+    """Number of processes on its host. None: the launcher does not say it as one number."""
+
+
+_SRUN = _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None)
+"""A batch script has a SLURM_PROCID, too. Only tasks of srun have SLURM_STEP_NUM_TASKS."""
+
+_LAUNCHERS = (
+    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    ),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _SRUN,
+)
+"""torchrun, mpirun of Open MPI, mpiexec of MPICH, and srun. The first whose variables are set counts: in a job of
+Slurm, mpirun starts its daemons with srun, and its processes inherit the variables of these."""
+
+LAUNCHER_VARIABLES = frozenset(name for launcher in _LAUNCHERS for name in (launcher.rank, launcher.size))
+"""Variables without which a process has no launcher."""
+
+
+def _find_launcher(environment: Mapping[str, str]) -> _Launcher | None:
+    found = (each for each in _LAUNCHERS if environment.get(each.rank) and environment.get(each.size))
+    return next(found, None)
+
+
+def local_rank_variable(environment: Mapping[str, str]) -> str | None:
+    """Returns the name of the variable with the index of this process on its host. None: there is none.
+
+    ``shardwell launch`` sets LOCAL_RANK without the other variables of torchrun.
+    """
+    launcher = _find_launcher(environment)
+    names = ["LOCAL_RANK", *([] if launcher is None else [launcher.local_rank])]
+    return next((name for name in names if environment.get(name)), None)
+
+
+def _name_of_slurm_task(environment: Mapping[str, str]) -> str | None:
+    """Returns a name that a task of srun has again when Slurm has requeued its job. None: this is no task of srun.
+
+    In a shell of ``srun --pty``, several processes may be trainers.
+    """
+    job, step = environment.get("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID")
+    if not job or not step or environment.get("SLURM_PTY_PORT") or _find_launcher(environment) is not _SRUN:
+        return None
+    return f"slurm-{job}.{step}-{environment[_SRUN.rank]}"
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherPlace:
+    """The position of this process among those that ``torchrun``, ``srun`` or ``mpirun`` started."""
 
     rank: int
-    """RANK: index of this process, from 0, over all hosts."""
+    """RANK of torchrun: index of this process, from 0, over all hosts."""
     world_size: int
     """WORLD_SIZE: number of processes on all hosts; at least 2."""
     local_world_size: int
     """LOCAL_WORLD_SIZE: number of processes on this host. Equals ``world_size`` if the launcher does not set it."""
     dp_rank: int | None = None
     """SHARDWELL_DP_RANK: the launcher started the trainers of the replica with this dp rank. None: of all replicas."""
+    variables: tuple[str, str] = ("RANK", "WORLD_SIZE")
+    """The names of the launcher's variables for the first two."""
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str]) -> Self | None:
-        """Reads RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and SHARDWELL_DP_RANK.
+        """Reads the variables of the launcher, and SHARDWELL_DP_RANK.
 
         Returns:
             None without a launcher or with a single process.
@@ -432,23 +494,27 @@ class TorchrunPlace:
         Raises:
             UsageError: A variable is not a valid number.
         """
-        if not environment.get("RANK") or not environment.get("WORLD_SIZE"):
+        launcher = _find_launcher(environment)
+        if launcher is None:
             return None
-        rank, world_size = (_launcher_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
+        rank, world_size = (_launcher_number(environment, name) for name in (launcher.rank, launcher.size))
         if world_size < 2:
             return None
         if rank >= world_size:
-            raise UsageError(f"RANK={rank}, WORLD_SIZE={world_size}: expected RANK below WORLD_SIZE")
-        local = _launcher_number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
+            raise UsageError(
+                f"{launcher.rank}={rank}, {launcher.size}={world_size}: expected {launcher.rank} below {launcher.size}"
+            )
+        local_size = launcher.local_size
+        local = _launcher_number(environment, local_size) if local_size and environment.get(local_size) else world_size
         dp_rank = read_environment(cls, environment).get("dp_rank")
-        return cls(rank, world_size, local, dp_rank)
+        return cls(rank, world_size, local, dp_rank, (launcher.rank, launcher.size))
 
     def defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of ``JoinConfig`` that follow from the launcher and are not in ``given``.
 
-        The world is ``dp=WORLD_SIZE``. If the world has WORLD_SIZE ranks, each process plays the logical rank RANK
-        under a name that survives a restart by the launcher. With SHARDWELL_DP_RANK, each process plays the rank with
-        number RANK in this replica.
+        The world is ``dp=world_size``. If the world has this size, each process plays the logical rank ``rank`` under a
+        name that survives a restart by the launcher. With SHARDWELL_DP_RANK, each process plays the rank with number
+        ``rank`` in this replica.
 
         Args:
             given: Fields that arguments or SHARDWELL_* variables set.
@@ -463,8 +529,8 @@ class TorchrunPlace:
         world: World = given.get("world") or found["world"]
         if self.dp_rank is not None and self.world_size != world.replica_size:
             raise UsageError(
-                f"SHARDWELL_DP_RANK={self.dp_rank}, WORLD_SIZE={self.world_size}: the launcher must start all trainers "
-                f"of one replica, which are {world.replica_formula} = {world.replica_size} in {world}"
+                f"SHARDWELL_DP_RANK={self.dp_rank}, {self.variables[1]}={self.world_size}: the launcher must start all "
+                f"trainers of one replica, which are {world.replica_formula} = {world.replica_size} in {world}"
             )
         ranks = range(world.size) if self.dp_rank is None else world.replica_ranks(self.dp_rank)
         if len(ranks) == self.world_size and not given.keys() & {"trainer", "global_rank"}:
@@ -477,5 +543,5 @@ class TorchrunPlace:
 def _launcher_number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not text.isdecimal():
-        raise UsageError(f"{name}={text!r}: expected an integer of at least 0, as torchrun sets it")
+        raise UsageError(f"{name}={text!r}: expected an integer of at least 0, as the launcher sets it")
     return int(text)

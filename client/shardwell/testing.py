@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from shardwell.options import LAUNCHER_VARIABLES
 from shardwell.processes.local_cluster import write_key
 from shardwell.session.session import sessions_at
 from shardwell_server.in_process import InProcessServers
@@ -29,8 +30,8 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
 
     The servers compute like those of a real cluster: a script trains to the same weights as on a cluster of separate
     processes with the same number of threads. Units are cut into shards of 4 KiB or more. Each cluster starts empty.
-    While the context is open, the environment has only the ``SHARDWELL_*`` variables below, and torchrun's RANK and
-    WORLD_SIZE are hidden. On exit, open sessions are closed.
+    While the context is open, the environment has only the ``SHARDWELL_*`` variables below, and those of
+    launchers, such as torchrun's RANK, are hidden. On exit, open sessions are closed.
 
     Do not measure speed with it: trainer and servers share one interpreter.
 
@@ -73,9 +74,9 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Replaces the variables of Shardwell and of torchrun while the context is open."""
+    """Replaces the variables of Shardwell and of launchers while the context is open."""
     former = dict(os.environ)
-    hidden = [name for name in former if name.startswith(_PREFIX) or name in ("RANK", "WORLD_SIZE")]
+    hidden = [name for name in former if name.startswith(_PREFIX) or name in LAUNCHER_VARIABLES]
     try:
         for name in hidden:
             del os.environ[name]

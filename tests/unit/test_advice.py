@@ -23,7 +23,7 @@ import pytest
 import shardwell
 from shardwell.command import cli
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
-from shardwell.options import JoinConfig, TorchrunPlace, TransferOptions, WaitOptions
+from shardwell.options import JoinConfig, LauncherPlace, TransferOptions, WaitOptions
 from shardwell_server import cli as server_cli
 from shardwell_wire.checkpoints.opening import ROOT_OPTION
 
@@ -36,7 +36,7 @@ SOURCES = [
 ]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_TOOLS = [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
-COMPOSE = (ROOT / "docker-compose.yml").read_text()
+COMPOSE = "\n".join(path.read_text() for path in (ROOT / "docker-compose.yml", *ROOT.glob("deploy/slurm/*")))
 INSERTED = " _ "
 """Stands for what a formatted text inserts."""
 OWNERS: dict[str, type] = {"session": shardwell.Session, "step": shardwell.Step, "optimizer": ShardedOptimizer}
@@ -47,6 +47,19 @@ OF_OTHER_PROGRAMS = {
     *("--constraint", "--extra-index-url", "--wheel", "--its-own"),  # pip, and a script's options in an example
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"),  # torchrun
     *("--rdzv-id", "--kill"),
+    *("--array", "--nodes", "--ntasks", "--batch", "--signal", "--nodelist", "--gpus-per-task"),  # Slurm
+    *("--kill-on-bad-exit", "--pty"),
+    *("--system", "--user-group", "--now"),  # useradd and systemctl
+    *(
+        "--set",
+        "--reuse-values",
+        "--target",
+        "--from-file",
+        "--follow",
+        "--namespace",
+        "--current",
+        "--replicas",
+    ),  # helm
 }
 NOT_OURS = {
     "shardwell.optim.X": "stands for every optimizer",
@@ -54,6 +67,7 @@ NOT_OURS = {
     "fully_shard() takes no argument 'mesh'": "FSDP2's",
     "there is no command shardwell and": "the names of both commands",
     "there is no command shardwell find": "prose",
+    "there is no command shardwell deploy": "the name of a release of Helm",
     "there is no command shardwell development": "the name of an authority",
     "nothing has the option --no-deps": "pip's, as the next ones",
     "nothing has the option --only-binary": "pip's",
@@ -143,7 +157,7 @@ def unknown_options(text: Text) -> Iterator[str]:
 def known_variables() -> set[str]:
     of_options = {
         f"SHARDWELL_{field.name.upper()}"
-        for group in (JoinConfig, TransferOptions, WaitOptions, TorchrunPlace, shardwell.World)
+        for group in (JoinConfig, TransferOptions, WaitOptions, LauncherPlace, shardwell.World)
         for field in fields(group)
         if field.metadata.get("environment", True)
     }

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from shardwell.membership.membership import Membership
+from shardwell.options import local_rank_variable
 from shardwell_wire.errors import UsageError
 from shardwell_wire.v1 import coordinator_pb2
-
-LOCAL_RANK = "LOCAL_RANK"
-"""Variable with the number of a trainer on its host. ``shardwell launch`` and torchrun set it."""
 
 _PAUSE_S = 0.1
 
@@ -22,8 +20,9 @@ _PAUSE_S = 0.1
 def choose_device(membership: Membership, device_type: str, *, position: int = 0, shared: bool = False) -> torch.device:
     """Chooses the device of a type that this trainer computes on, makes it current, and reports it to the coordinator.
 
-    The device that the script has made current counts, if it is not the first. Otherwise LOCAL_RANK is its index; a
-    trainer that sees one device only takes this one. Without LOCAL_RANK it is the first that no other trainer uses.
+    The device that the script has made current counts, if it is not the first. Otherwise LOCAL_RANK, or the variable
+    that srun or mpirun sets instead, is its index; a trainer that sees one device only takes this one. Without
+    such a variable it is the first that no other trainer uses.
 
     Args:
         membership: This trainer's membership in the run.
@@ -55,7 +54,7 @@ def choose_device(membership: Membership, device_type: str, *, position: int = 0
         if time.monotonic() > deadline:
             raise UsageError(
                 f"{name} of host {membership.host!r} ({device_id}) is used by trainer {user!r}: start one trainer per "
-                f"GPU, with {LOCAL_RANK} from 0 on each host (shardwell launch sets it), or give each launcher of the "
+                f"GPU, with LOCAL_RANK from 0 on each host (shardwell launch sets it), or give each launcher of the "
                 "host its own CUDA_VISIBLE_DEVICES. Trainers that shall share a GPU call session.device(shared=True), "
                 "or session.replica_mesh(..., backend='gloo')"
             )
@@ -69,17 +68,18 @@ def _candidates(module: Any, device_type: str, position: int) -> Sequence[int]:
         raise UsageError(f"device_type={device_type!r}: this process sees no such device; pass device_type='cpu'")
     if module.is_initialized() and (current := module.current_device()):
         return [current]
-    text = os.environ.get(LOCAL_RANK)
-    if text is None:
+    variable = local_rank_variable(os.environ)
+    if variable is None:
         return [(position + offset) % count for offset in range(count)]
+    text = os.environ[variable]
     if not text.isdecimal():
-        raise UsageError(f"{LOCAL_RANK}={text!r}: expected the number of this trainer on its host, from 0")
+        raise UsageError(f"{variable}={text!r}: expected the number of this trainer on its host, from 0")
     if int(text) < count:
         return [int(text)]
     if count == 1:  # a scheduler gives each process its device
         return [0]
     raise UsageError(
-        f"{LOCAL_RANK}={text}, but this process sees {count} devices of type {device_type!r}: start at most {count} "
+        f"{variable}={text}, but this process sees {count} devices of type {device_type!r}: start at most {count} "
         "trainers on this host"
     )
 

@@ -1,7 +1,7 @@
-"""The cluster of a ``join`` without an address: private to this process, or shared by all ranks of ``torchrun``.
+"""The cluster of a ``join`` without an address: private to this process, or shared by all ranks of a launcher.
 
 Note: [Joins of one launcher]
-    The ranks of ``torchrun`` find the cluster of each join in the launcher's store, under a key with the join's number.
+    The ranks of a launcher find the cluster of each join in its store, under a key with the join's number.
     All ranks join in the same order, so they agree on the number. A rank counts a join when it has become a member or
     has learned that rank 0 has no cluster for this join. After another failure, it tries the same join again.
 """
@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from shardwell.find_credentials import find_credentials
-from shardwell.options import JoinConfig, TorchrunPlace, WaitOptions
+from shardwell.options import JoinConfig, LauncherPlace, WaitOptions
 from shardwell.processes.local_cluster import LocalCluster
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
@@ -56,14 +56,14 @@ _launches: dict[tuple[str | None, ...], _Launch] = {}
 
 
 def open_private_cluster(config: JoinConfig) -> PrivateCluster:
-    """Starts a cluster with one shard server. The ranks of ``torchrun`` share the cluster that rank 0 starts.
+    """Starts a cluster with one shard server. The ranks of a launcher share the cluster that rank 0 starts.
 
     Raises:
         UsageError: The ranks run on several hosts.
         DeadlineError: Rank 0 did not start the cluster in ``wait_limit_s``.
         UnavailableError: A server did not start, or rank 0 has stopped the cluster.
     """
-    place = config.torchrun
+    place = config.launcher
     if place is None:
         return _OwnCluster()
     if place.local_world_size != place.world_size:
@@ -71,7 +71,7 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
             f"the launcher started {place.world_size} ranks, {place.local_world_size} of them on this host, but "
             f"shardwell.join() has no address, and a private cluster serves one host only: {_ADVICE}"
         )
-    launch = _find_launch(config.waits.wait_limit_s)
+    launch = _find_launch(place, config.waits.wait_limit_s)
     return _SharedCluster(launch, config.waits) if place.rank == 0 else _JoinedCluster(launch, config.waits, place)
 
 
@@ -149,7 +149,7 @@ class _SharedCluster(_OwnCluster):
 class _JoinedCluster(PrivateCluster):
     """The cluster of rank 0, as used by the other ranks. Rank 0 stops it."""
 
-    def __init__(self, launch: _Launch, waits: WaitOptions, place: TorchrunPlace) -> None:
+    def __init__(self, launch: _Launch, waits: WaitOptions, place: LauncherPlace) -> None:
         self._launch = launch
         found = json.loads(_wait_for_rank_0(launch, waits))
         own_host = socket.gethostname()
@@ -189,24 +189,26 @@ def _wait_for_rank_0(launch: _Launch, waits: WaitOptions) -> bytes:
     return bytes(store.get(key))
 
 
-def _find_launch(limit_s: float) -> _Launch:
+def _find_launch(place: LauncherPlace, limit_s: float) -> _Launch:
     """Returns the launch of this process. Opens its store at MASTER_ADDR and MASTER_PORT, as ``torch.distributed``."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     identity = tuple(os.environ.get(name) for name in names)
     if identity not in _launches:
-        _launches[identity] = _Launch(_open_store(limit_s))
+        _launches[identity] = _Launch(_open_store(place, limit_s))
     return _launches[identity]
 
 
-def _open_store(limit_s: float) -> Store:
+def _open_store(place: LauncherPlace, limit_s: float) -> Store:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UsageError(
-            f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not, so the ranks cannot find each other: start "
-            "them with torchrun or `shardwell launch`, or unset RANK and WORLD_SIZE to train alone"
+            f"{' and '.join(place.variables)} are set, but {' and '.join(missing)} not, so the ranks cannot find each "
+            f"other: {_ADVICE}. On one host, start the ranks with torchrun or `shardwell launch` instead. To train "
+            f"alone, unset {' and '.join(place.variables)}"
         )
     try:
-        store: Store = next(rendezvous("env://", timeout=timedelta(seconds=limit_s)))[0]
+        url = f"env://?rank={place.rank}&world_size={place.world_size}"
+        store: Store = next(rendezvous(url, timeout=timedelta(seconds=limit_s)))[0]
     except (DistError, RuntimeError, ValueError) as error:
         raise UnavailableError(f"the ranks cannot find each other at MASTER_ADDR:MASTER_PORT: {error}") from error
     return store

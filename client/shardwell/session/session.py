@@ -76,7 +76,7 @@ def join(
     An argument that is not passed is read from the environment variable ``SHARDWELL_`` + its name in capitals, such as
     ``SHARDWELL_ADDRESS`` and ``SHARDWELL_RUN``; the world from ``SHARDWELL_DP``, ``SHARDWELL_CP``, ``SHARDWELL_TP``,
     ``SHARDWELL_PP`` and ``SHARDWELL_ORDER``. ``shardwell launch`` sets these variables. Without them, RANK and
-    WORLD_SIZE of torchrun count.
+    WORLD_SIZE of torchrun count, or the variables of mpirun or srun.
 
     Args:
         address: The coordinator's host:port. Default: start a private local cluster that ends with this process.
@@ -449,9 +449,10 @@ class Session:
     def device(self, device_type: str | None = None, *, shared: bool = False) -> torch.device:
         """Chooses the device that this trainer computes on, makes it current, and returns it.
 
-        The index is LOCAL_RANK, which ``shardwell launch`` and torchrun set. A trainer that sees one GPU only takes
-        this one, and a current device that the script has set before stays. Without LOCAL_RANK, it is the first GPU
-        that no other trainer of the run uses. The trainer reports its GPU, and ``shardwell world RUN`` shows it.
+        The index is LOCAL_RANK, which ``shardwell launch`` and torchrun set, or that of srun or mpirun. A trainer that
+        sees one GPU only takes this one, and a current device that the script has set before stays. Without such a
+        variable, it is the first GPU that no other trainer of the run uses. The trainer reports its GPU, and
+        ``shardwell world RUN`` shows it.
         ``replica_mesh`` and ``device_mesh`` choose the device likewise.
 
         Args:

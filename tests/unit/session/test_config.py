@@ -136,7 +136,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def test_torchrun_variables_set_the_world_and_the_rank() -> None:
     config = JoinConfig.from_env({}, TORCHRUN)
     assert (config.world, config.global_rank, config.trainer) == (World(dp=4), 1, "rank-1")
-    assert config.world_size == 4 and config.torchrun is not None
+    assert config.world_size == 4 and config.launcher is not None
     grid = JoinConfig.from_env({"world": World(dp=2, tp=2)}, TORCHRUN)
     assert (grid.world, grid.global_rank) == (World(dp=2, tp=2), 1)
 
@@ -162,13 +162,60 @@ def test_torchrun_variables_do_not_override_arguments() -> None:
 
 def test_single_torchrun_process_is_ignored() -> None:
     config = JoinConfig.from_env({}, {"RANK": "0", "WORLD_SIZE": "1"})
-    assert (config.torchrun, config.world, config.global_rank) == (None, World(), None)
+    assert (config.launcher, config.world, config.global_rank) == (None, World(), None)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "x"}, {"RANK": "4"}, {"WORLD_SIZE": "-1"}])
 def test_invalid_torchrun_variables_are_rejected(variables: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=next(iter(variables))):
         JoinConfig.from_env({}, {**TORCHRUN, **variables})
+
+
+SRUN = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(("variables", "rank"), [(SRUN, 2), (MPIRUN, 3), (MPIEXEC, 1)])
+def test_other_launchers_set_the_world_and_the_rank(variables: dict[str, str], rank: int) -> None:
+    config = JoinConfig.from_env({"address": "a:1"}, variables)
+    assert (config.world, config.global_rank, config.trainer) == (World(dp=4), rank, f"rank-{rank}")
+    replica = {**variables, "SHARDWELL_DP": "3", "SHARDWELL_TP": "4", "SHARDWELL_DP_RANK": "2"}
+    assert JoinConfig.from_env({"address": "a:1"}, replica).global_rank == 8 + rank
+    size = next(name for name in variables if variables[name] == "4")
+    with pytest.raises(UsageError, match=f"{size}=4: the launcher must start all trainers of one replica"):
+        JoinConfig.from_env({"address": "a:1"}, {**replica, "SHARDWELL_TP": "2"})
+    with pytest.raises(UsageError, match=f"{size}='1x'"):
+        JoinConfig.from_env({"address": "a:1"}, {**variables, size: "1x"})
+
+
+def test_inner_launcher_counts() -> None:
+    """torchrun and mpirun may run in a job of Slurm, whose variables they pass on."""
+    assert JoinConfig.from_env({}, {**SRUN, **TORCHRUN}).global_rank == 1
+    assert JoinConfig.from_env({}, {**SRUN, **MPIRUN}).global_rank == 3
+
+
+def test_task_of_srun_has_a_name_that_survives_a_requeue() -> None:
+    alone = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SHARDWELL_DP": "4"}
+    config = JoinConfig.from_env({"address": "a:1"}, alone)
+    assert (config.world, config.global_rank, config.trainer) == (World(dp=4), None, "slurm-41.0-0")
+    fewer = JoinConfig.from_env({"address": "a:1", "world": World(dp=8)}, SRUN)
+    assert (fewer.global_rank, fewer.trainer) == (None, "slurm-41.0-2")
+    assert JoinConfig.from_env({}, {**alone, "SHARDWELL_TRAINER": "a"}).trainer == "a"
+    for without in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):  # a batch script
+        assert JoinConfig.from_env({}, {name: alone[name] for name in alone if name != without}).trainer == ""
+    assert JoinConfig.from_env({}, {**alone, "SLURM_PTY_PORT": "40123"}).trainer == "", "a shell"
 
 
 def table_after(heading: str) -> list[list[str]]:
@@ -180,7 +227,7 @@ def table_after(heading: str) -> list[list[str]]:
 def test_arguments_of_join_are_the_options_and_are_documented_with_their_variables() -> None:
     options = {option.name: option for option in fields(JoinConfig)}
     arguments = list(inspect.signature(shardwell.join).parameters)
-    assert options.keys() - set(arguments) == {"world_size", "torchrun"}, "set by launchers only"
+    assert options.keys() - set(arguments) == {"world_size", "launcher"}, "set by launchers only"
     rows = {row[0].strip("`"): row[1] for row in table_after("argument") if row[0]}
     assert rows.keys() == set(arguments)
     for name, variable in rows.items():

@@ -81,6 +81,15 @@ def test_local_rank_is_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(monkeypatch, Gpus(4, used=True), "2")[0] == "cuda:2", "some call has initialised CUDA on GPU 0"
 
 
+def test_local_rank_of_srun_is_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_PROCID": "7", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert choose(monkeypatch, Gpus(4))[0] == "cuda:3"
+    assert choose(monkeypatch, Gpus(4), "2")[0] == "cuda:2", "a launcher in the task counts"
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    assert choose(monkeypatch, Gpus(4))[0] == "cuda:0", "a batch script may start several trainers"
+
+
 def test_current_device_of_the_script_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(monkeypatch, Gpus(4, 3, used=True), "2")[0] == "cuda:3"
 

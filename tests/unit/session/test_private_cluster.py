@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from shardwell.options import TorchrunPlace, WaitOptions
+from shardwell.options import LauncherPlace, WaitOptions
 from shardwell.session import private_cluster
 from shardwell.session.private_cluster import _JoinedCluster, _Launch, _SharedCluster
-from shardwell_wire.errors import DeadlineError, UnavailableError
+from shardwell_wire.errors import DeadlineError, UnavailableError, UsageError
 from shardwell_wire.security.credentials import NO_CREDENTIALS
 
 WAITS = WaitOptions(wait_limit_s=0.2, warn_after_s=0.1)
@@ -29,7 +29,7 @@ class Ranks:
         return _SharedCluster(self._launches[0], WAITS)
 
     def rank_1(self) -> _JoinedCluster:
-        return _JoinedCluster(self._launches[1], WAITS, TorchrunPlace(1, 2, 2))
+        return _JoinedCluster(self._launches[1], WAITS, LauncherPlace(1, 2, 2))
 
 
 @pytest.fixture
@@ -105,3 +105,11 @@ def test_cluster_that_does_not_start_is_over_for_rank_1_too(
         ranks.rank_1()
     monkeypatch.setattr(private_cluster.LocalCluster, "start", start)
     assert ranks.rank_0().address == ranks.rank_1().address
+
+
+def test_ranks_that_cannot_find_each_other_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    place = LauncherPlace(0, 2, 2, variables=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    with pytest.raises(UsageError, match=r"SLURM_PROCID and SLURM_STEP_NUM_TASKS are set, but.*SHARDWELL_ADDRESS"):
+        private_cluster._open_store(place, 1.0)
