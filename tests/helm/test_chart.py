@@ -119,8 +119,9 @@ def test_servers_accept_their_options_and_variables(values: dict[str, Any], monk
             continue
         given = {each["name"]: each.get("value", "shardwell-shard-0") for each in container["env"]}
         options = {action.dest for action in _options_of(container["args"][0])} | {"address"}  # of clients
-        names = {name.removeprefix("SHARDWELL_").lower() for name in given} - {"metrics_port"}
+        names = {name.removeprefix("SHARDWELL_").lower() for name in given}
         assert names <= options
+        assert ("metrics_port" in names) == bool(values.get("metrics", {}).get("enabled"))
         with monkeypatch.context() as patch:
             for name, value in given.items():
                 patch.setenv(name, value)

@@ -52,6 +52,7 @@ seccompProfile: {type: RuntimeDefault}
 - {name: SHARDWELL_CHECKPOINT_ROOT, value: {{ . | quote }}}
 {{- end }}
 {{- if .Values.metrics.enabled }}
+- {name: SHARDWELL_METRICS_HOST, value: "0.0.0.0"}
 - {name: SHARDWELL_METRICS_PORT, value: {{ .Values.metrics.port | quote }}}
 {{- end }}
 {{- end }}
