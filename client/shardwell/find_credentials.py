@@ -46,7 +46,7 @@ def find_credentials(address: str, token_file: str | None = None, tls: TlsOption
     """Returns the credentials for a server.
 
     Args:
-        address: host:port of the server.
+        address: host:port of the server. Several, with commas: those of servers of one cluster.
         token_file: File with the cluster's key or a token. None: the key of this user's local cluster at the address,
             else the token in ``SHARDWELL_TOKEN``, else the file in ``SHARDWELL_TOKEN_FILE``, else none.
         tls: TLS of the connections. None: that of the environment, except for this user's local cluster.
@@ -103,9 +103,9 @@ class PublishedCredentials:
 
 def _find_local_cluster(address: str) -> Credentials | None:
     """Returns credentials made from the key that a live process has published for an address."""
-    pattern = f"{_key(address)}.*"
+    patterns = [f"{_key(each)}.*" for each in address.split(",")]
     for folder in _folders():
-        for path in folder.glob(pattern):
+        for path in (found for pattern in patterns for found in folder.glob(pattern)):
             try:
                 with opened(open_file(path)) as descriptor:
                     is_in_use = not _lock(descriptor, fcntl.LOCK_SH)

@@ -145,7 +145,7 @@ def connect(server: Served) -> CallConnection:
 
 
 def connections(server: Served) -> CallConnections:
-    found = CallConnections(ADDRESS, "the server")
+    found = CallConnections(lambda: ADDRESS, "the server")
     found.connect(server.offer)
     return found
 
@@ -248,7 +248,7 @@ def test_interrupt_replaces_the_connection(served: Served, monkeypatch: pytest.M
 
 def test_proxy_is_not_bypassed(served: Served) -> None:
     """Where gRPC reaches the server through another port, the announced port may belong to another process."""
-    found = CallConnections("127.0.0.1:1234", "the server")
+    found = CallConnections(lambda: "127.0.0.1:1234", "the server")
     found.connect(served.offer)
     assert call(found, LIST_RUNS, b"x") is None
     assert served.connection_count == 0
@@ -268,7 +268,7 @@ def test_no_token_is_sent_to_a_process_that_does_not_know_the_secret(caplog: pyt
         other = threading.Thread(target=answer)
         other.start()
         offer = common_pb2.CallPort(port=listener.getsockname()[1], grpc_port=GRPC_PORT, secret=b"s" * 32)
-        found = CallConnections(ADDRESS, "the server")
+        found = CallConnections(lambda: ADDRESS, "the server")
         with caplog.at_level("INFO"):
             found.connect(offer)
         other.join()
@@ -286,7 +286,7 @@ def test_connection_that_another_thread_has_closed_goes_over_grpc(served: Served
 
 def test_port_that_does_not_exist_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     offer = common_pb2.CallPort(port=70_000, grpc_port=GRPC_PORT, secret=b"s" * 32)
-    found = CallConnections(ADDRESS, "the server")
+    found = CallConnections(lambda: ADDRESS, "the server")
     found.connect(offer)
     assert call(found, LIST_RUNS, b"x") is None
     calls = ShardCalls()

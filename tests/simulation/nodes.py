@@ -10,6 +10,7 @@ from shardwell_server.coordinator.coordinator import Coordinator
 from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.storage.database import Database
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.shard.process.registration import Registration
 from shardwell_server.shard.requests.inspection import ServerProcess
@@ -90,7 +91,7 @@ class CoordinatorNode(Node):
 
     async def main(self) -> None:
         loop = asyncio.get_running_loop()
-        storage, calls = Storage(DISK), ShardCalls()
+        storage, calls = Storage(Database(DISK)), ShardCalls()
         settings = Settings(lease_s=LEASE_S, min_servers=2, min_shard_bytes=4096)
         self.coordinator = await Coordinator.load(
             settings, storage, calls, clock=loop.time, wall_clock=lambda: 1e9 + loop.time() + self.clock_offset_s

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwell.seeds import derive_seed
-from shardwell_server.coordinator.storage.durable_state import FILE_NAME
+from shardwell_server.coordinator.storage.database import FILE_NAME
 from tests.support import transformer
 from tests.support.reference import ADAMW, one_thread, sha256
 

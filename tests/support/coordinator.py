@@ -18,6 +18,7 @@ from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_server.coordinator.servers.cluster import ServerState
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.signals import BackgroundTasks
+from shardwell_server.coordinator.storage.database import Database
 from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_wire.model.names import check_names
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World
@@ -237,7 +238,7 @@ class Harness(Rpcs):
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
-        storage = Storage(self.directory)
+        storage = Storage(Database(self.directory))
         self._stack.callback(storage.close)
         self.coordinator = await Coordinator.load(
             self.settings, storage, self._calls, clock=self.clock, wall_clock=lambda: 1e9 + self.clock()

@@ -98,7 +98,7 @@ def add_address_argument(parser: argparse.ArgumentParser, what: str) -> argparse
     group.add_argument(
         "--address",
         default=os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051",
-        metavar="HOST:PORT",
+        metavar="HOST:PORT[,HOST:PORT...]",
         help=f"{what} (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )
     group.add_argument(

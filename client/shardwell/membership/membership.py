@@ -228,7 +228,7 @@ class Membership:
     @property
     def coordinator_address(self) -> str:
         """Address of the coordinator, host:port."""
-        return self._coordinator.address
+        return self._coordinator.present_address
 
     @property
     def host(self) -> str:

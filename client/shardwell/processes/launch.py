@@ -113,7 +113,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--num-shards", type=_positive, default=2, metavar="N", help="shard servers of the private cluster (default: 2)"
     )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this cluster instead of starting a private one")
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="use this cluster instead of starting a private one; all coordinators, with commas",
+    )
     parser.add_argument(
         "--run", metavar="NAME", help="name of the run; an existing run continues (default: the script's name)"
     )

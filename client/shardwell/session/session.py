@@ -79,7 +79,8 @@ def join(
     WORLD_SIZE of torchrun count, or the variables of mpirun or srun.
 
     Args:
-        address: The coordinator's host:port. Default: start a private local cluster that ends with this process.
+        address: The coordinator's host:port, or those of all coordinators with commas. Default: start a private local
+            cluster that ends with this process.
         run: Name of the run. Default: ``default``.
         world: The grid of logical ranks. Default: one rank.
         seed: Seed of the data order and of dropout. Default: 0.

@@ -141,13 +141,12 @@ class CallConnections:
     """The call connection of a client, used by one thread at a time. Thread-safe.
 
     Args:
-        address: host:port of the server's gRPC service.
+        address: Returns host:port of the server's gRPC service.
         peer: Name of the server, for errors.
     """
 
-    def __init__(self, address: str, peer: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._host, self._grpc_port, self._peer = host.strip("[]"), int(port), peer
+    def __init__(self, address: Callable[[], str], peer: str) -> None:
+        self._address, self._peer = address, peer
         self._lock = threading.Lock()
         self.idle: CallConnection | None = None
         """The connection if no thread uses it."""
@@ -166,10 +165,11 @@ class CallConnections:
         Does nothing if gRPC reaches the server through another port, such as that of a proxy: the announced port may
         then belong to another process. Without success, rpcs go over gRPC.
         """
-        if not calls.port or calls.grpc_port != self._grpc_port:
+        host, _, grpc_port = self._address().rpartition(":")
+        if not calls.port or calls.grpc_port != int(grpc_port):
             return
         try:
-            connection = CallConnection(self._host, calls, self._peer)
+            connection = CallConnection(host.strip("[]"), calls, self._peer)
         except (OSError, OverflowError) as error:  # OverflowError: there is no such port
             logger.info("%s cannot be reached at its port for calls, so all rpcs go over gRPC: %s", self._peer, error)
             return

@@ -25,7 +25,7 @@ from google.protobuf.message_factory import GetMessageClass
 import shardwell_wire
 from shardwell.find_credentials import find_credentials
 from shardwell.transport.call_connection import CallConnections
-from shardwell_wire.connection.channel import backoff, open_channel, retry
+from shardwell_wire.connection.channel import FailoverChannel, backoff, open_channel, retry
 from shardwell_wire.connection.socket_frames import ByteStream, EncryptedStream, PlainStream
 from shardwell_wire.errors import (
     DeadlineError,
@@ -166,7 +166,7 @@ class ServiceClient:
     """Calls the rpcs of one service at one address. Thread-safe.
 
     Args:
-        address: host:port.
+        address: host:port. Several, separated by commas: those of servers of which one serves.
         service: The service, from the generated module's ``DESCRIPTOR``.
         check: Called before a retry while the server is unavailable; raises if a retry is pointless.
         credentials: Sent with every rpc. None: the result of ``find_credentials`` for the address.
@@ -189,8 +189,13 @@ class ServiceClient:
         self._service = service
         self._channel = self.endpoint.open_channel()
         self._unary: dict[str, _Unary] = {}
-        self._calls = CallConnections(address, self.peer)
+        self._calls = CallConnections(lambda: self.present_address, self.peer)
         self._closed = threading.Event()
+
+    @property
+    def present_address(self) -> str:
+        """host:port of the server to which rpcs go now."""
+        return self._channel.address if isinstance(self._channel, FailoverChannel) else self.address
 
     def call(
         self,
@@ -383,7 +388,7 @@ class CoordinatorClient(ServiceClient):
     """Calls ``CoordinatorService``.
 
     Args:
-        address: host:port.
+        address: host:port. Several, separated by commas: those of all coordinators.
         credentials: See ``ServiceClient``. Calls to the cluster's shard servers carry ``self.credentials``, too.
     """
 

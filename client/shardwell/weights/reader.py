@@ -197,7 +197,8 @@ def attach(
     ...     version = reader.follow(model)
 
     Args:
-        address: The coordinator's host:port. Default: ``SHARDWELL_ADDRESS``, else localhost:50051.
+        address: The coordinator's host:port, or those of all coordinators with commas. Default:
+            ``SHARDWELL_ADDRESS``, else localhost:50051.
         run: Name of the run. Default: ``SHARDWELL_RUN``, else ``default``.
         token_file: File with the cluster's key or a token. Default: as in ``join``.
         tls: TLS of the connections to the cluster. Default: as in ``join``.

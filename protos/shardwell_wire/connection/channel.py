@@ -13,14 +13,15 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from shardwell_wire.errors import UnavailableError, UsageError
+from shardwell_wire.errors import STATUS_DETAILS_KEY, UnavailableError, UsageError
 from shardwell_wire.model.names import is_address
 from shardwell_wire.security.tls import Certificates, Tls
 
@@ -83,13 +84,14 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     """Returns a blocking channel to ``host:port``, which connects on first use.
 
     Args:
-        address: host:port.
+        address: host:port. Several, separated by commas: those of servers of which one serves, see ``FailoverChannel``.
         tls: Encrypts the connection. None: it is not encrypted.
 
     Raises:
         UsageError: See ``check_address``.
     """
-    check_address(address)
+    if len(addresses := check_address(address)) > 1:
+        return FailoverChannel(addresses, [open_channel(each, tls) for each in addresses])
     if tls is None:
         return grpc.insecure_channel(address, options=_channel_options())
     return _SecureChannel(address, tls, grpc.secure_channel)
@@ -97,7 +99,8 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 def open_aio_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """As ``open_channel``, for asyncio."""
-    check_address(address)
+    if len(addresses := check_address(address)) > 1:
+        return _FailoverAioChannel(addresses, [open_aio_channel(each, tls) for each in addresses])
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_channel_options())
     return _SecureAioChannel(address, tls, grpc.aio.secure_channel)
@@ -191,6 +194,108 @@ class _SecureAioChannel(_SecureChannel):
         await self.close()
 
 
+class FailoverChannel:
+    """A channel to the one of several servers that serves, such as the coordinator that leads.
+
+    A call goes to the server that the last one has reached. If it does not reach the server, or the server is a
+    stand-by, it fails as on any channel, and later calls go to the next server. Errors that a server raises itself
+    change nothing. Calls do not wait for a connection (``wait_for_ready``), because another server may be reached.
+
+    Args:
+        addresses: host:port of each server.
+        channels: A channel to each of them.
+    """
+
+    def __init__(self, addresses: Sequence[str], channels: Sequence[Any]) -> None:
+        self._addresses, self._channels, self._current = addresses, channels, 0
+        self.unary_unary = partial(self._stub, "unary_unary")
+        self.unary_stream = partial(self._stub, "unary_stream")
+        self.stream_unary = partial(self._stub, "stream_unary")
+        self.stream_stream = partial(self._stub, "stream_stream")
+
+    @property
+    def address(self) -> str:
+        """host:port of the server to which calls go."""
+        return self._addresses[self._current]
+
+    def _stub(self, kind: str, *arguments: Any, **options: Any) -> Callable[..., Any]:
+        """Returns a stub for one rpc, with the arguments of gRPC's function of the same name."""
+        stubs = [getattr(channel, kind)(*arguments, **options) for channel in self._channels]
+
+        def call(*arguments: Any, wait_for_ready: bool | None = None, **options: Any) -> Any:
+            current = self._current
+            return self._watched(lambda: stubs[current](*arguments, **options), current)
+
+        return call
+
+    def _watched(self, start: Callable[[], Any], current: int) -> Any:
+        """Starts a call to one of the servers, and moves to the next one if the call does not reach the server."""
+        try:
+            call = start()
+        except grpc.RpcError as error:
+            self._note(error.code(), error.trailing_metadata(), current)
+            raise
+
+        def note() -> None:
+            self._note(call.code(), call.trailing_metadata(), current)
+
+        if isinstance(call, grpc.RpcContext) and not call.add_callback(note):
+            note()
+        return call
+
+    def _note(self, code: grpc.StatusCode, metadata: Iterable[tuple[str, Any]] | None, current: int) -> None:
+        """Moves to the next server if a call to one has ended with an error of gRPC itself."""
+        if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return
+        if current == self._current and not any(key == STATUS_DETAILS_KEY for key, _ in metadata or ()):
+            self._current = (current + 1) % len(self._addresses)
+            logger.debug("calls go to %s, because a call to %s failed", self.address, self._addresses[current])
+
+    def close(self) -> Any:
+        """Closes all connections."""
+        for channel in self._channels:
+            channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _FailoverAioChannel(FailoverChannel):
+    """As ``FailoverChannel``, for asyncio."""
+
+    def __init__(self, addresses: Sequence[str], channels: Sequence[Any]) -> None:
+        super().__init__(addresses, channels)
+        self._noting: set[asyncio.Future[None]] = set()
+
+    def _watched(self, start: Callable[[], Any], current: int) -> Any:
+        async def note(call: Any) -> None:
+            with suppress(asyncio.CancelledError):
+                self._note(await call.code(), await call.trailing_metadata(), current)
+
+        def end(call: Any) -> None:
+            task = asyncio.ensure_future(note(call))
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
+
+        call = start()
+        call.add_done_callback(end)
+        return call
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        for channel in self._channels:
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
 def _channel_options() -> list[tuple[str, int]]:
     """Returns ``CHANNEL_OPTIONS`` and the proxy option.
 
@@ -200,13 +305,16 @@ def _channel_options() -> list[tuple[str, int]]:
     return [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(bool(os.environ.get(_PROXY_VARIABLE))))]
 
 
-def check_address(address: str) -> None:
-    """Raises UsageError unless an address has the form ``host:port``.
+def check_address(address: str) -> list[str]:
+    """Returns the addresses in a text with commas. Raises UsageError unless each has the form ``host:port``.
 
     gRPC would try to resolve any other string as a name until the caller's deadline.
     """
-    if not is_address(address):
-        raise UsageError(f"{address!r} is not an address: expected HOST:PORT, such as localhost:50051")
+    addresses = address.split(",")
+    for each in addresses:
+        if not is_address(each):
+            raise UsageError(f"{each!r} is not an address: expected HOST:PORT, such as localhost:50051")
+    return addresses
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0

@@ -19,6 +19,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -361,18 +362,18 @@ def tls_problem(address: str, tls: Tls | None) -> str | None:
     """Tries a connection; returns how TLS prevents it.
 
     Args:
-        address: host:port of a gRPC server.
+        address: host:port of a gRPC server. Of several, with commas, the first one that TLS prevents counts.
         tls: TLS of this process. None: without.
 
     Returns:
         What is wrong and what to do. None: TLS is not the reason, or the server cannot be reached.
     """
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S) as connected:
-            return _without_tls(connected) if tls is None else _with_tls(connected, address, tls)
-    except OSError:
-        return None
+    for each in address.split(","):
+        host, _, port = each.rpartition(":")
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S) as connected:
+            if problem := _without_tls(connected) if tls is None else _with_tls(connected, each, tls):
+                return problem
+    return None
 
 
 def _without_tls(connected: socket.socket) -> str | None:

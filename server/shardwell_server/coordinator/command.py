@@ -7,16 +7,22 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwell_server.coordinator.coordinator import Coordinator
+from shardwell_server.coordinator.leadership import DEFAULT_LEASE_S, EtcdState, lead
 from shardwell_server.coordinator.rpcs.servicer import CoordinatorServicer
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.settings import Settings
+from shardwell_server.coordinator.storage.database import Database
 from shardwell_server.coordinator.storage.durable_state import Storage
+from shardwell_server.coordinator.storage.table_store import TableStore
 from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.server_options import add_common_options, add_option, parse_size
+from shardwell_wire.errors import UsageError
 from shardwell_wire.host.server_folders import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
 from shardwell_wire.security.tokens import Role
@@ -28,6 +34,7 @@ _EXAMPLES = """\
 examples:
     shardwell-server coordinator --listen 0.0.0.0:50051 --advertise node0 --state-dir /var/lib/shardwell
     shardwell-server coordinator --listen 127.0.0.1:0     # a free port, printed in the first line of output
+    shardwell-server coordinator --listen 0.0.0.0:50051 --advertise node0 --state etcd://node1:2379/shardwell
 
 Another interface than loopback needs TLS and a token: set SHARDWELL_TLS_CA, SHARDWELL_TLS_CERT, SHARDWELL_TLS_KEY and
 SHARDWELL_TOKEN_FILE, or pass --insecure.
@@ -39,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "coordinator",
         help="assign ranks and shards, and commit steps",
-        description="Assigns logical ranks to trainers and shards to servers, and commits each step. One per cluster. "
+        description="Assigns logical ranks to trainers and shards to servers, and commits each step. One per cluster "
+        "serves. "
         "Prints one line of JSON with its address once it serves.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,6 +60,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         shown="a temporary directory",
         metavar="DIR",
     )
+    add_option(
+        parser,
+        "--state",
+        "instead of --state-dir: an etcd cluster, such as etcd://node1:2379,node2:2379,node3:2379/shardwell. One of "
+        "the coordinators with the same value leads, and the others are stand-bys",
+        shown="none",
+        metavar="URL",
+    )
+    add_option(
+        parser,
+        "--etcd-lease-s",
+        "seconds after which a stand-by takes over from a coordinator whose host is silent",
+        DEFAULT_LEASE_S,
+        type=int,
+        metavar="S",
+    )
+    path: dict[str, Any] = {"shown": "none", "metavar": "PATH"}
+    add_option(parser, "--etcd-ca", "PEM file with the authorities of etcd's certificates, for TLS to etcd", **path)
+    add_option(parser, "--etcd-cert", "PEM file with the certificate of this process for etcd", **path)
+    add_option(parser, "--etcd-key", "PEM file with its private key, readable by this user only", **path)
     add_option(
         parser,
         "--lease-s",
@@ -100,9 +128,13 @@ def _run(arguments: argparse.Namespace) -> int:
         insecure=server_options.insecurity(endpoint.host, credentials, arguments),
     )
     authorization.start(arguments.audit_log)
-    with nullcontext(arguments.state_dir) if arguments.state_dir else temporary_folder() as path:
+    if arguments.state and arguments.state_dir:
+        raise UsageError("--state and --state-dir (SHARDWELL_STATE and SHARDWELL_STATE_DIR) exclude each other")
+    keeps_state = bool(arguments.state or arguments.state_dir)
+    with nullcontext(arguments.state_dir) if keeps_state else temporary_folder() as path:
+        state = EtcdState.from_options(arguments.state, vars(arguments)) if arguments.state else Path(path)
         process.run(
-            coordinate(settings, Path(path), endpoint, keeps_state=bool(arguments.state_dir), credentials=credentials),
+            coordinate(settings, state, endpoint, keeps_state=keeps_state, credentials=credentials),
             log_level=arguments.log_level,
             log_format=arguments.log_format,
             name="coordinator",
@@ -111,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 async def until_lost(storage: Storage) -> None:
-    """Raises UnavailableError when the outcome of a write to the state directory is unknown."""
+    """Raises UnavailableError when this coordinator can change the stored state no longer."""
     await storage.lost.wait()
     assert storage.why_lost is not None
     raise storage.why_lost
@@ -119,7 +151,7 @@ async def until_lost(storage: Storage) -> None:
 
 async def coordinate(
     settings: Settings,
-    directory: Path,
+    state: Path | EtcdState,
     endpoint: process.Endpoint,
     *,
     keeps_state: bool,
@@ -129,15 +161,23 @@ async def coordinate(
 
     Args:
         settings: Settings of the coordinator.
-        directory: State directory.
+        state: State directory, or the state that several coordinators share. The coordinator serves when it leads.
         endpoint: Where to listen, and how to stop.
-        keeps_state: False if ``directory`` is temporary.
+        keeps_state: False if ``state`` is a temporary directory.
         credentials: The key with which tokens are verified and issued, and the TLS of the server.
     """
     server_options.warn(endpoint.bind, settings.insecure)
     if not keeps_state:
-        logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", directory)
-    storage, calls = Storage(directory), ShardCalls(credentials.of_role(Role.COORDINATOR))
+        logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", state)
+    if isinstance(state, EtcdState):
+        endpoint = replace(endpoint, stop=endpoint.stop or process.stop_event(endpoint))
+        assert endpoint.stop is not None
+        store: TableStore | None = await lead(state, endpoint, endpoint.stop, credentials)
+        if store is None:
+            return
+    else:
+        store = Database(state)
+    storage, calls = Storage(store), ShardCalls(credentials.of_role(Role.COORDINATOR))
     try:
         coordinator = await Coordinator.load(settings, storage, calls)
 

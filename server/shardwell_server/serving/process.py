@@ -16,8 +16,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,10 +142,7 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (service.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    try:
-        port = _listen(server, endpoint, credentials.tls)
-    except RuntimeError as error:
-        raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
+    port = _listen(server, endpoint, credentials.tls)
     leaving = asyncio.Event()
     stop = endpoint.stop or stop_event(endpoint, first_sigterm=leaving if leave is not None else None)
     await server.start()
@@ -159,7 +156,7 @@ async def serve(
             stack.enter_context(grpc_port(port))
             metrics_address = await stack.enter_async_context(metrics.serving(endpoint.metrics_bind, read_metrics))
             entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
-            if not await _done_before(entering, stop, leaving):
+            if not await done_before(entering, stop, leaving):
                 return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -169,7 +166,7 @@ async def serve(
             try:
                 await _until_set(working, stop, leaving)
                 if leave is not None and not stop.is_set():
-                    await _done_before(leave(), stop)
+                    await done_before(leave(), stop)
             finally:
                 working.cancel()
             logger.info("stopping")
@@ -182,12 +179,51 @@ async def serve(
             await calls.stop(0)
 
 
+class _StandBy(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Refuses every rpc of a server that does not serve yet."""
+
+    def service(self, _: Any) -> grpc.RpcMethodHandler:
+        return grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    @staticmethod
+    async def _refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(
+            grpc.StatusCode.UNAVAILABLE, "this coordinator is a stand-by: name the addresses of all coordinators"
+        )
+
+
+@asynccontextmanager
+async def standing_by(service: ServiceDescriptor, endpoint: Endpoint, credentials: Credentials) -> AsyncIterator[None]:
+    """Listens while the block runs, without serving: the server is not healthy, and its rpcs are UNAVAILABLE.
+
+    Args:
+        service: The service.
+        endpoint: Where to listen.
+        credentials: As for ``serve``.
+    """
+    server = grpc.aio.server(interceptors=interceptors(credentials.key, endpoint.without_token), options=SERVER_OPTIONS)
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    for name in ("", service.full_name):
+        await health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    server.add_generic_rpc_handlers((_StandBy(),))
+    _listen(server, endpoint, credentials.tls)
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
 def _listen(server: grpc.aio.Server, endpoint: Endpoint, tls: Tls | None) -> int:
-    """Returns the port on which the server listens. Raises RuntimeError if the address cannot be bound."""
-    if tls is None:
-        port: int = server.add_insecure_port(endpoint.bind)
-    else:
-        port = server.add_secure_port(endpoint.bind, tls.server_credentials())
+    """Returns the port on which the server listens. Raises SystemExit if the address cannot be bound."""
+    try:
+        if tls is None:
+            port: int = server.add_insecure_port(endpoint.bind)
+        else:
+            port = server.add_secure_port(endpoint.bind, tls.server_credentials())
+    except RuntimeError as error:
+        raise SystemExit(f"cannot listen on {endpoint.bind}: {_why_not(endpoint)}") from error
     return port
 
 
@@ -202,7 +238,7 @@ def _why_not(endpoint: Endpoint) -> str:
         return f"{reason}; choose another address with --listen (port 0: a free port)"
 
 
-async def _done_before(work: Awaitable[object], *events: asyncio.Event) -> bool:
+async def done_before(work: Awaitable[object], *events: asyncio.Event) -> bool:
     """Awaits ``work`` until an event is set, then cancels it; returns True if the work was done first."""
     doing = asyncio.ensure_future(work)
     try:

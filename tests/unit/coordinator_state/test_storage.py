@@ -4,123 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwell_server.coordinator.command import until_lost
-from shardwell_server.coordinator.storage.durable_state import FILE_NAME, SCHEMA_VERSION, Storage
-from shardwell_server.coordinator.storage.records import (
-    KEPT_COMMITS,
-    AddressRecord,
-    CommitRecord,
-    InitializerRecord,
-    MemberRecord,
-    RankRecord,
-    RunRecord,
-    ServerRecord,
-    ShardRecord,
-    UnitRecord,
-)
+from shardwell_server.coordinator.storage.database import FILE_NAME, Database
+from shardwell_server.coordinator.storage.durable_state import Storage
+from shardwell_server.coordinator.storage.records import RunRecord
+from shardwell_server.coordinator.storage.table_store import SCHEMA_VERSION
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, optimizer
 
-RUN = RunRecord(
-    run="r",
-    run_id="id",
-    config=b"config",
-    created=12.5,
-    started=True,
-    last_epoch=9,
-    members=(
-        MemberRecord("a", "h", "i", 1, None, "live", None),
-        MemberRecord("b", "h", "j", 2, 0, "expired", True, "p", behind=True),
-    ),
-    ranks=(RankRecord(0, "a", "a", 3, 7, 2), RankRecord(1, "b", "a", 5, 7, 0)),
-    addresses=(AddressRecord("name", "h:1"),),
-    initializers=(InitializerRecord(0, "a", 4), InitializerRecord(3, "b", 5)),
-)
-UNIT = UnitRecord(0, b"spec", True, shards=(ShardRecord(0, 4096, "s9", "i"), ShardRecord(4096, 8192, "s1", "j")))
-
-
-def commit_record(step: int) -> CommitRecord:
-    return CommitRecord(
-        step,
-        1.5,
-        "rank 0",
-        b"optimizer",
-        0.25,
-        (1, 0),
-        float("inf"),
-        ((3.0, 0.5, 2.5),),
-        skipped=step % 2 == 1,
-        means='{"loss": 0.1}',
-    )
-
-
-def test_stored_state_is_loaded_unchanged(tmp_path: Path) -> None:
-    server = ServerRecord("s", "h:1", "i", 3, 1 << 40)
-
-    async def write(storage: Storage) -> None:
-        await storage.save_server(replace(server, epoch=1))
-        await storage.save_server(server)
-        await storage.save_run(replace(RUN, members=(*RUN.members, MemberRecord("c", "", "", 1, None, "live", None))))
-        await storage.save_run(RUN)
-        await storage.save_units("r", [replace(UNIT, published=False), replace(UNIT, unit_index=1)])
-        await storage.save_units("r", [UNIT])
-        await storage.save_commit("r", commit_record(0), b"state")
-        await storage.save_commit("r", commit_record(1), None)
-        await storage.save_run(replace(RUN, run="gone"))
-        await storage.delete_run("gone", "1d", 17)
-
-    storage = Storage(tmp_path)
-    assert storage.term == 1
-    asyncio.run(write(storage))
-    storage.close()
-    storage = Storage(tmp_path)
-    assert storage.term == 2
-    stored = asyncio.run(storage.load())
-    storage.close()
-    (run,) = stored.runs
-    assert stored.servers == (server,)
-    assert (stored.deleted_last_epoch, stored.deleted_run_ids) == (17, {"1d"})
-    assert run.record == RUN
-    assert run.units == (UNIT, replace(UNIT, unit_index=1))
-    assert run.commits == (commit_record(0), commit_record(1))
-    assert run.state == b"state"
-
-
-def test_old_commits_are_deleted(tmp_path: Path) -> None:
-    async def write() -> None:
-        await storage.save_run(RUN)
-        for step in range(2 * KEPT_COMMITS):
-            await storage.save_commit("r", commit_record(step), None)
-        (run,) = (await storage.load()).runs
-        assert [record.step for record in run.commits] == list(range(KEPT_COMMITS, 2 * KEPT_COMMITS))
-
-    storage = Storage(tmp_path)
-    asyncio.run(write())
-    storage.close()
-
 
 def test_second_coordinator_on_the_same_state_is_rejected(tmp_path: Path) -> None:
-    storage = Storage(tmp_path)
+    store = Database(tmp_path)
     with pytest.raises(ConflictError, match="is in use by another coordinator"):
-        Storage(tmp_path)
-    storage.close()
-    Storage(tmp_path).close()
+        Database(tmp_path)
+    store.close()
+    Database(tmp_path).close()
 
 
 def test_state_of_another_schema_version_is_rejected(tmp_path: Path) -> None:
-    Storage(tmp_path).close()
+    Database(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
         database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(ConflictError, match=f"has schema version 99, expected {SCHEMA_VERSION}"):
-        Storage(tmp_path)
+        Database(tmp_path)
 
 
 def test_state_of_the_previous_schema_version_is_upgraded(tmp_path: Path) -> None:
@@ -129,7 +42,7 @@ def test_state_of_the_previous_schema_version_is_upgraded(tmp_path: Path) -> Non
             RunRecord("r", "id", b"config", 1.5, True, 7, created_by="a", created_on="h", ended_step=3)
         )
 
-    storage = Storage(tmp_path)
+    storage = Storage(Database(tmp_path))
     asyncio.run(write())
     storage.close()
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
@@ -139,7 +52,7 @@ def test_state_of_the_previous_schema_version_is_upgraded(tmp_path: Path) -> Non
         database.execute("PRAGMA user_version = 18")
     database.close()
     for _ in range(2):  # the upgraded file is opened again
-        storage = Storage(tmp_path)
+        storage = Storage(Database(tmp_path))
         (run,) = asyncio.run(storage.load()).runs
         storage.close()
         assert run.record == RunRecord("r", "id", b"config", 1.5, True, 7)
@@ -148,19 +61,19 @@ def test_state_of_the_previous_schema_version_is_upgraded(tmp_path: Path) -> Non
 def test_file_that_is_not_a_database_is_rejected(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"not a database" * 1000)
     with pytest.raises(UnavailableError, match="file is not a database"):
-        Storage(tmp_path)
+        Database(tmp_path)
     with pytest.raises(UnavailableError, match="cannot open"):
-        Storage(tmp_path / FILE_NAME)
+        Database(tmp_path / FILE_NAME)
 
 
 def fill_disk(storage: Storage) -> None:
-    connection = storage._database._connection
+    connection = storage._store._connection
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {pages}")
 
 
 def repair_disk(storage: Storage) -> None:
-    storage._database._connection.execute("PRAGMA max_page_count = 1000000")
+    storage._store._connection.execute("PRAGMA max_page_count = 1000000")
 
 
 async def test_commit_on_a_full_disk_changes_nothing_and_can_be_retried(cluster: Harness) -> None:
@@ -211,7 +124,7 @@ async def ready_to_commit(cluster: Harness) -> tuple[Trainer, Trainer]:
 
 async def test_record_in_the_log_is_committed_although_its_sync_failed(cluster: Harness) -> None:
     a, b = await ready_to_commit(cluster)
-    database = cluster.state.storage._database
+    database = cluster.state.storage._store
     database._connection = FailingCommit(database._connection, logged=True)
     assert (await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))).committed
     await cluster.restart()
@@ -221,7 +134,7 @@ async def test_record_in_the_log_is_committed_although_its_sync_failed(cluster: 
 
 async def test_record_reported_as_failed_is_absent_after_a_restart(cluster: Harness) -> None:
     a, b = await ready_to_commit(cluster)
-    database = cluster.state.storage._database
+    database = cluster.state.storage._store
     database._connection = FailingCommit(database._connection, logged=False)
     with pytest.raises(UnavailableError, match="disk I/O error: this request changed nothing"):
         await a.commit(0, wait_s=5, optimizer=optimizer(lr=0.5))
@@ -236,8 +149,8 @@ async def test_record_reported_as_failed_is_absent_after_a_restart(cluster: Harn
 async def test_coordinator_stops_when_the_outcome_of_a_commit_is_unknown(cluster: Harness, logged: bool) -> None:
     a, b = await ready_to_commit(cluster)
     storage = cluster.state.storage
-    storage._database._connection = FailingCommit(storage._database._connection, logged=logged)
-    storage._database._open = unreadable
+    storage._store._connection = FailingCommit(storage._store._connection, logged=logged)
+    storage._store._open = unreadable
     ending = asyncio.create_task(until_lost(storage))
     for ask in (lambda: a.commit(0, wait_s=5), lambda: b.commit(0, wait_s=5), lambda: b.reset(0, 1)):
         with pytest.raises(UnavailableError, match=r"outcome cannot be determined.* this coordinator stops"):
@@ -259,7 +172,7 @@ def unreadable() -> sqlite3.Connection:
 async def test_join_writes_only_changed_rows(cluster: Harness) -> None:
     settings = config(World(dp=1000), min_trainers=1)
     first = await cluster.join("first", config=settings)
-    connection, run = cluster.state.storage._database._connection, cluster.state.runs["r"]
+    connection, run = cluster.state.storage._store._connection, cluster.state.runs["r"]
     for number in range(3):
         changes, rank_assignments = connection.total_changes, dict(run.owners.by_rank)
         await cluster.join(f"later-{number}", config=settings)

@@ -1,4 +1,4 @@
-"""A SQLite file with exclusive access and atomic, durable writes.
+"""The tables of the coordinator in a SQLite file, with exclusive access and atomic, durable writes.
 
 Note: [Failed COMMIT]
     SQLite appends a transaction to its write-ahead log and then syncs the log. If the sync fails, COMMIT raises, but
@@ -11,14 +11,85 @@ Note: [Failed COMMIT]
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwell_server.coordinator.storage.table_store import KEYS, SCHEMA_VERSION, Change, Put, TableStore, Values
 from shardwell_wire.errors import ConflictError, UnavailableError
 
-Write = tuple[str, Sequence[tuple[object, ...]]]
-"""A statement and the rows that it is executed for."""
+FILE_NAME = "coordinator.sqlite"
+
+_EVENTS = """
+CREATE TABLE events (
+    number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, run TEXT NOT NULL, message TEXT NOT NULL
+) WITHOUT ROWID;
+"""
+
+_SCHEMA = f"""
+{_EVENTS}
+CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE deleted_runs (run_id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE servers (
+    server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
+    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL, draining INTEGER NOT NULL,
+    restartable INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE runs (
+    run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
+    last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL,
+    parallel_plan BLOB, created_by TEXT NOT NULL, created_on TEXT NOT NULL, ended_step INTEGER
+) WITHOUT ROWID;
+CREATE TABLE members (
+    run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
+    requested_rank INTEGER, state TEXT NOT NULL, accepts_reassigned_work INTEGER, process TEXT NOT NULL,
+    behind INTEGER NOT NULL, PRIMARY KEY (run, trainer)
+) WITHOUT ROWID;
+CREATE TABLE ranks (
+    run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
+    step INTEGER NOT NULL, attempt INTEGER NOT NULL, last_attempt INTEGER NOT NULL, vacant INTEGER NOT NULL,
+    replica_epoch INTEGER NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
+) WITHOUT ROWID;
+CREATE TABLE addresses (
+    run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)
+) WITHOUT ROWID;
+CREATE TABLE initializers (
+    run TEXT NOT NULL, global_rank INTEGER NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
+    PRIMARY KEY (run, global_rank)
+) WITHOUT ROWID;
+CREATE TABLE units (
+    run TEXT NOT NULL, unit_index INTEGER NOT NULL, spec BLOB NOT NULL, published INTEGER NOT NULL,
+    PRIMARY KEY (run, unit_index)
+) WITHOUT ROWID;
+CREATE TABLE shards (
+    run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
+    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, PRIMARY KEY (run, unit_index, start_bytes)
+) WITHOUT ROWID;
+CREATE TABLE backups (
+    run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
+    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, state TEXT NOT NULL, placement INTEGER NOT NULL,
+    PRIMARY KEY (run, unit_index, start_bytes, server_id, incarnation)
+) WITHOUT ROWID;
+CREATE TABLE commits (
+    run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
+    clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL,
+    other_norms TEXT NOT NULL, skipped INTEGER NOT NULL, trainer TEXT NOT NULL, dp_rank INTEGER NOT NULL,
+    item INTEGER NOT NULL, base_version INTEGER NOT NULL, means TEXT NOT NULL,
+    PRIMARY KEY (run, step)
+) WITHOUT ROWID;
+CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE checkpoints (
+    run TEXT NOT NULL, checkpoint_id TEXT NOT NULL, step INTEGER NOT NULL, url TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL, time REAL NOT NULL, is_complete INTEGER NOT NULL, PRIMARY KEY (run, checkpoint_id)
+) WITHOUT ROWID;
+"""
+
+_UPGRADES = {
+    18: "ALTER TABLE runs ADD COLUMN created_by TEXT NOT NULL DEFAULT ''; "
+    "ALTER TABLE runs ADD COLUMN created_on TEXT NOT NULL DEFAULT ''; ALTER TABLE runs ADD COLUMN ended_step INTEGER; "
+    f"{_EVENTS}",
+}
+"""Statements that bring a file of an older schema version to the next version."""
 
 _COUNTER_SCHEMA = "CREATE TABLE writes (count INTEGER NOT NULL); INSERT INTO writes VALUES (0);"
 _INCREMENT_COUNTER = "UPDATE writes SET count = count + 1"
@@ -28,51 +99,43 @@ _LOG_PAGES = 100
 grows, each sync also has to store its new size, which takes longer than the data."""
 
 
-class Database:
-    """One SQLite file. All methods block. Not thread-safe: use it from one thread at a time.
+class Database(TableStore):
+    """The tables in one SQLite file.
 
     Args:
-        path: The file. It is created if it does not exist.
-        schema: Statements that create the tables of a new file.
-        version: Version of the schema.
-        upgrades: Statements that bring a file from a schema version to the next one, by the older version.
+        directory: Directory of the file. Both are created if they do not exist.
 
     Raises:
         ConflictError: Another process uses the file, or the file has a schema version without an upgrade.
         UnavailableError: The file cannot be read or written.
     """
 
-    def __init__(self, path: Path, schema: str, version: int, upgrades: Mapping[int, str] | None = None) -> None:
-        self.path, self._schema, self._version, self._upgrades = path, schema, version, upgrades or {}
-        self.lost: UnavailableError | None = None
-        """Set when the outcome of a write is unknown. Every later write raises it."""
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / FILE_NAME
         self._connection = self._open()
         self._made = self._count()
         """Number of transactions that are stored."""
+        self.term = dict(self.rows("facts")).get("term", 0) + 1
+        self.write([Put("facts", [("term", self.term)])])
 
     def close(self) -> None:
         self._connection.close()
 
-    def read(self, statement: str, arguments: Sequence[object] = ()) -> list[Any]:
-        """Returns the rows of a query."""
+    def rows(self, table: str, *first: object) -> list[Any]:
+        where = f" WHERE {_equal(table, len(first))}" if first else ""
+        return self._read(f"SELECT * FROM {table}{where} ORDER BY {', '.join(KEYS[table])}", first)
+
+    def _read(self, statement: str, arguments: Sequence[object] = ()) -> list[Any]:
         try:
             return self._connection.execute(statement, arguments).fetchall()
         except sqlite3.Error as error:
             raise self._unchanged_error(error) from error
 
-    def write(self, writes: Sequence[Write]) -> None:
-        """Executes several statements in one transaction. Returns when the transaction is durable.
-
-        Args:
-            writes: The statements and their rows.
-
-        Raises:
-            UnavailableError: Nothing was changed; or, if ``lost`` is set, the outcome is unknown.
-        """
+    def write(self, changes: Sequence[Change]) -> None:
         if self.lost is not None:
             raise self.lost
         try:
-            self._begin(writes)
+            self._begin(changes)
         except sqlite3.Error as error:
             raise self._unchanged_error(error) from error
         try:
@@ -82,14 +145,14 @@ class Database:
             if not self._settle():
                 raise self._unchanged_error(error) from error
 
-    def _begin(self, writes: Sequence[Write]) -> None:
+    def _begin(self, changes: Sequence[Change]) -> None:
         """Executes everything except COMMIT."""
         database = self._connection
         database.execute("BEGIN IMMEDIATE")
         try:
-            for statement, rows in writes:
-                if rows:
-                    database.executemany(statement, rows)
+            for statement, values in map(_statement, changes):
+                if values:
+                    database.executemany(statement, values)
             database.execute(_INCREMENT_COUNTER)
         except BaseException:
             if database.in_transaction:
@@ -117,7 +180,7 @@ class Database:
         return is_made
 
     def _count(self) -> int:
-        return int(self.read("SELECT count FROM writes")[0][0])
+        return int(self._read("SELECT count FROM writes")[0][0])
 
     def _unchanged_error(self, error: sqlite3.Error) -> UnavailableError:
         return UnavailableError(
@@ -140,10 +203,10 @@ class Database:
             database.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
             found = database.execute("PRAGMA user_version").fetchone()[0]
             if found == 0:
-                create = f"{self._schema} {_COUNTER_SCHEMA} PRAGMA user_version = {self._version};"
+                create = f"{_SCHEMA} {_COUNTER_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION};"
                 database.executescript(f"BEGIN IMMEDIATE; {create} COMMIT;")
-            while found in self._upgrades:
-                upgrade = f"{self._upgrades[found]} PRAGMA user_version = {found + 1};"
+            while found in _UPGRADES:
+                upgrade = f"{_UPGRADES[found]} PRAGMA user_version = {found + 1};"
                 database.executescript(f"BEGIN IMMEDIATE; {upgrade} COMMIT;")
                 found += 1
         except sqlite3.Error as error:
@@ -151,11 +214,25 @@ class Database:
             if "locked" in str(error):
                 raise ConflictError(f"{self.path} is in use by another coordinator", path=self.path) from error
             raise self._unchanged_error(error) from error
-        if found not in (0, self._version):
+        if found not in (0, SCHEMA_VERSION):
             database.close()
             raise ConflictError(
-                f"{self.path} has schema version {found}, expected {self._version}: "
+                f"{self.path} has schema version {found}, expected {SCHEMA_VERSION}: "
                 "use the version of Shardwell that wrote the file, or another --state-dir",
                 path=self.path,
             )
         return database
+
+
+def _statement(change: Change) -> tuple[str, Sequence[Values]]:
+    """Returns the statement of a change, and the values that it is executed with."""
+    table = change.table
+    if isinstance(change, Put):
+        columns = len(change.rows[0]) if change.rows else 1
+        return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * columns)})", change.rows
+    return f"DELETE FROM {table} WHERE {_equal(table, len(change.keys[0]) if change.keys else 1)}", change.keys
+
+
+def _equal(table: str, count: int) -> str:
+    """Returns the condition that the first columns of a table have given values."""
+    return " AND ".join(f"{column} = ?" for column in KEYS[table][:count])

@@ -156,7 +156,13 @@ def _add_process_options(parser: argparse.ArgumentParser, role: str, content: st
         role: What the process is.
         content: What its memory is for.
     """
-    add_option(parser, "--coordinator", "address of the coordinator", required=True, metavar="HOST:PORT")
+    add_option(
+        parser,
+        "--coordinator",
+        "address of the coordinator, or of all, with commas",
+        required=True,
+        metavar="HOST:PORT",
+    )
     add_common_options(parser, listen="127.0.0.1:0")
     what = f"name of the {role}, stable across restarts"
     add_option(parser, "--id", what, shown="host and process id", metavar="NAME")
