@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shardwell_server.coordinator.inspection.events import EventKind, EventLog
 from shardwell_server.coordinator.storage.records import KEPT_EVENTS
+from shardwell_server.coordinator.storage.table_store import Change, Put
 from shardwell_wire.errors import InvalidRequestError, WorldError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -109,11 +111,16 @@ async def test_events_survive_a_restart_and_routine_events_do_not(cluster: Harne
 async def test_events_are_stored_with_other_writes_only(cluster: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await cluster.team_with_unit("a", "b")
     writes: list[list[str]] = []
-    database = cluster.state.storage._database
-    write = database.write
-    monkeypatch.setattr(
-        database, "write", lambda given: (writes.append([text for text, rows in given if rows]), write(given))[1]
-    )
+    """The tables of each write that change."""
+    store = cluster.state.storage._store
+    write = store.write
+
+    def note(changes: Sequence[Change]) -> None:
+        changed = [each for each in changes if (each.rows if isinstance(each, Put) else each.keys)]
+        writes.append([each.table for each in changed])
+        write(changes)
+
+    monkeypatch.setattr(store, "write", note)
     cluster.state.events.add(EventKind.SERVER_LOST, "s9")
     await cluster.settle()
     assert not writes, "an event alone is not written"
@@ -122,10 +129,9 @@ async def test_events_are_stored_with_other_writes_only(cluster: Harness, monkey
             await trainer.finish(step)
         await asyncio.gather(a.commit(step, wait_s=5), b.commit(step, wait_s=5))
         await cluster.settle()
-    events = [[text for text in each if " events " in text] for each in writes]
-    assert len(events[0]) == 2 and not any(events[1:]), "the first write stores the event"
-    commits = [each for each in writes if any(" commits " in text for text in each)]
-    assert [len(each) for each in commits] == [2, 2], "a commit writes its record, and forgets an old one"
+    assert [each.count("events") for each in writes] == [2, *[0] * (len(writes) - 1)], "the first write stores it"
+    commits = [each for each in writes if "commits" in each]
+    assert commits == [["commits", "commits"]] * 2, "a commit writes its record, and forgets an old one"
 
 
 async def test_stored_events_are_bounded(cluster: Harness) -> None:
@@ -133,7 +139,7 @@ async def test_stored_events_are_bounded(cluster: Harness) -> None:
         cluster.state.events.add(EventKind.LEASE_EXPIRED, str(index))
     await cluster.restart()
     await cluster.restart()
-    assert len(cluster.state.storage._database.read("SELECT * FROM events")) == KEPT_EVENTS
+    assert len(cluster.state.storage._store.rows("events")) == KEPT_EVENTS
     assert len(cluster.events()) == KEPT_EVENTS
 
 
