@@ -103,6 +103,7 @@ OVER_GRPC_ONLY = {
     # Commands of operators use gRPC only. A repeated ForgetServer would not find the server, which is forgotten.
     "ForgetServer",
     "DescribeCluster",
+    "DescribePerformance",
     # A shard server calls the coordinator over gRPC only.
     "RegisterServer",
     "HeartbeatServer",
