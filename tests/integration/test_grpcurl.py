@@ -64,6 +64,11 @@ def test_grpcurl_describes_the_services(coordinator: Grpcurl, shard: Grpcurl) ->
         ("ListServers", {}, {"servers", "coordinator_insecure"}),
         ("DescribeCluster", {"run": RUN}, {"shardwell_version", "term", "servers", "runs", "problems"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),
+        (
+            "DescribePerformance",
+            {"run": RUN},
+            {"committed_step", "commit_interval_s", "tokens_per_s", "samples_per_s", "trainers", "logged"},
+        ),
     ],
 )
 def test_inspection_rpcs_of_the_coordinator_take_json(
