@@ -177,10 +177,19 @@ def test_status_is_0_when_healthy_and_3_when_backups_are_missing(
     show("delete-run", run_name)
 
 
+INTERRUPTIBLE = """
+import signal, sys
+from shardwell.command.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, the signal is ignored
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_watching_redraws_a_terminal_until_ctrl_c(cluster: shardwell.LocalCluster, run: str) -> None:
     reader, writer = pty.openpty()
-    command = [sys.executable, "-m", "shardwell", "top", run, "--watch", "0.1", "--address", cluster.address]
-    with subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer) as process:
+    command = [sys.executable, "-c", INTERRUPTIBLE, "top", run, "--watch", "0.1", "--address", cluster.address]
+    process = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer)
+    try:
         os.close(writer)
         shown = ""
         while shown.count("Ctrl-C ends") < 3:
@@ -190,7 +199,10 @@ def test_watching_redraws_a_terminal_until_ctrl_c(cluster: shardwell.LocalCluste
             while data := os.read(reader, 65536):
                 shown += data.decode()
         assert process.wait(20) == 0
-    os.close(reader)
+    finally:
+        process.kill()
+        process.wait(20)
+        os.close(reader)
     assert "Traceback" not in shown and "\x1b[1A" in shown, "the cursor moves up to draw again"
     assert f"run {run}: " in shown and "computing" in shown
 

@@ -51,20 +51,20 @@ async def test_no_item_is_prepared_after_a_commit_of_unknown_outcome(cluster: Ha
     a, b = await team(cluster, "a", "b")
     for trainer in (a, b):
         await trainer.finish(0, wait_s=5)
-    manifests, database = cluster.shards["s0"].manifests, cluster.state.storage._database
-    write = database.write
+    manifests, store = cluster.shards["s0"].manifests, cluster.state.storage._store
+    write = store.write
 
     def fail(*arguments: Any, **options: Any) -> None:
         write(*arguments, **options)
-        database.lost = UnavailableError("its outcome cannot be determined")
-        raise database.lost
+        store.lost = UnavailableError("its outcome cannot be determined")
+        raise store.lost
 
-    database.write = fail  # type: ignore[method-assign]
+    store.write = fail  # type: ignore[method-assign]
     for trainer in (a, b):
         with pytest.raises(UnavailableError, match="cannot be determined"):
             await trainer.commit(0, wait_s=5)
     assert [[rank.dp_rank for rank in manifest.ranks] for manifest in manifests] == [[0]]
-    database.lost, database.write = None, write  # type: ignore[method-assign]
+    store.lost, store.write = None, write  # type: ignore[method-assign]
 
 
 async def test_a_repeated_commit_gets_the_same_answer(cluster: Harness) -> None:
