@@ -87,7 +87,10 @@ def run_status(run: Run, cluster: Cluster, now: float) -> coordinator_pb2.RunSta
         return coordinator_pb2.RUN_STATUS_STALLED
     if not run.started or (not run.committed_step and (run.units.unpublished or not run.units)):
         return coordinator_pb2.RUN_STATUS_WAITING
-    since = max(max(step.started_s, *(item.since_s for item in step.items.values())) for step in run.work.steps)
+    starts = (
+        start for step in run.work.steps for start in (step.started_s, *(item.since_s for item in step.items.values()))
+    )
+    since = max(starts, default=now)
     late_s = max(_LATE_S, _LATE_STEPS * run.commits.step_s) if run.commits.step_s else _FIRST_STEP_S
     is_stalled = now - since > late_s or any(step.failure is not None for step in run.work.steps)
     return coordinator_pb2.RUN_STATUS_STALLED if is_stalled else coordinator_pb2.RUN_STATUS_RUNNING
