@@ -27,7 +27,7 @@ Take a server out of a cluster:    shardwell drain SERVER --wait
 
 exit codes:
   0    the command did what it says
-  1    an error, which standard error explains; `shardwell verify` found a difference
+  1    an error, printed to standard error; or `shardwell verify` found a difference
   2    wrong arguments
   3    `shardwell status`: a server, a run, backups or checkpoints need attention
   4    a server cannot be reached, is not ready or does not answer in time: try again
