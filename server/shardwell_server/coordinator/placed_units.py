@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
@@ -33,8 +33,8 @@ class Relocations:
         self.releasing: set[tuple[str, str]] = set()
         """Server processes that may still have, and serve, shards of which they were the primaries. The step goes on
         when they have released these shards: trainers could push to them instead of to the new primaries."""
-        self.moves: dict[tuple[int, int], str] = {}
-        """Planned moves: the server that a shard, given as (unit index, start), is promoted on with the next commit."""
+        self.moves: dict[tuple[int, int], PlannedMove] = {}
+        """What the next commit moves, by (unit index, start) of the shard."""
         self.rebalancing = False
         """True while shards are moved to spread them evenly over the servers."""
 
@@ -75,19 +75,33 @@ class Relocations:
             self.unconfirmed.add(promotion.backup.server_id)
         self.raise_count()
 
-    def planned_promotions(self) -> list[Promotion]:
-        """Returns the promotions of planned moves whose targets are in sync.
+    def plan_moves(self, targets: Mapping[tuple[int, int], str]) -> None:
+        """Plans what the next commit moves. Replaces the former plan.
 
-        None while a checkpoint is being saved: the former primaries, which write it, would be released.
+        Args:
+            targets: The server that gets the primary, by (unit index, start) of the shard.
+        """
+        units = list(self._units)
+        self.moves = {
+            (index, start_bytes): PlannedMove(server_id, units[index].processes_in_sync(start_bytes))
+            for (index, start_bytes), server_id in targets.items()
+        }
+
+    def planned_promotions(self) -> list[Promotion]:
+        """Returns the promotions of planned moves whose shards have all backups in sync that they had when planned.
+
+        A backup may miss a step between the plan and the commit. A move would then release the last copy beside the
+        new primary. None while a checkpoint is being saved: the former primaries, which write it, would be released.
         """
         if self._checkpoints.in_flight is not None:
             return []
         units = list(self._units)
         return [
             Promotion(units[index], backup, keep_former=True)
-            for (index, start_bytes), server_id in self.moves.items()
+            for (index, start_bytes), move in self.moves.items()
+            if move.in_sync <= units[index].processes_in_sync(start_bytes)
             for backup in units[index].backups
-            if (backup.start_bytes, backup.server_id) == (start_bytes, server_id) and backup.in_sync
+            if (backup.start_bytes, backup.server_id) == (start_bytes, move.server_id) and backup.in_sync
         ]
 
     def fail_backups(self, failed: Collection[tuple[int, int, str]], state: BackupState) -> bool:
@@ -159,12 +173,27 @@ class Unit:
         """Returns the backups of a shard, in any state."""
         return [backup for backup in self.backups if backup.start_bytes == shard.start_bytes]
 
+    def processes_in_sync(self, start_bytes: int) -> frozenset[tuple[str, str]]:
+        """Returns the server processes with backups in sync of the shard that starts at a byte."""
+        return frozenset(
+            backup.process for backup in self.backups if backup.start_bytes == start_bytes and backup.in_sync
+        )
+
     def shard_at(self, start_bytes: int) -> ShardRecord:
         """Returns the primary of the shard that starts at a byte. Raises KeyError if no shard starts there."""
         for shard in self.shards:
             if shard.start_bytes == start_bytes:
                 return shard
         raise KeyError(start_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """A move of a primary to a backup's server, with the next commit."""
+
+    server_id: str
+    in_sync: frozenset[tuple[str, str]]
+    """The server processes with backups in sync when the move was planned. One of them is the target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class OneShard:
 
 def test_move_makes_the_copy_the_primary_and_keeps_the_former_one() -> None:
     one = OneShard(b=BackupState.IN_SYNC, c=BackupState.IN_SYNC)
-    one.relocations.moves = {(0, 0): "b"}
+    one.relocations.plan_moves({(0, 0): "b"})
     one.relocations.promote(one.relocations.planned_promotions())
     (unit,) = one.units
     assert unit.owners == {"b"}
@@ -49,13 +49,30 @@ def test_move_makes_the_copy_the_primary_and_keeps_the_former_one() -> None:
 
 def test_copy_that_is_not_in_sync_is_not_promoted() -> None:
     one = OneShard(b=BackupState.BUILDING)
-    one.relocations.moves = {(0, 0): "b"}
+    one.relocations.plan_moves({(0, 0): "b"})
     assert not one.relocations.planned_promotions()
+
+
+@pytest.mark.parametrize("how", ["missed the step", "released", "lost"])
+def test_move_waits_if_another_backup_went_out_of_sync_since_it_was_planned(how: str) -> None:
+    one = OneShard(b=BackupState.IN_SYNC, c=BackupState.IN_SYNC)
+    one.relocations.plan_moves({(0, 0): "b"})
+    (unit,) = one.units
+    (other,) = (backup for backup in unit.backups if backup.server_id == "c")
+    if how == "missed the step":
+        one.relocations.fail_backups([(0, 0, "c")], BackupState.FORMER)
+    elif how == "released":
+        one.units.set_backup_state(unit, other, BackupState.RELEASING)
+    else:
+        one.units.remove_backup(unit, other)
+    assert not one.relocations.planned_promotions()
+    one.relocations.plan_moves({(0, 0): "b"})  # the keeper has decided again
+    assert [promotion.backup.server_id for promotion in one.relocations.planned_promotions()] == ["b"]
 
 
 def test_confirmation_of_an_earlier_relocation_does_not_count() -> None:
     one = OneShard(b=BackupState.IN_SYNC)
-    one.relocations.moves = {(0, 0): "b"}
+    one.relocations.plan_moves({(0, 0): "b"})
     one.relocations.promote(one.relocations.planned_promotions())
     one.relocations.raise_count()
     one.relocations.note_confirmed("b", 1)

@@ -627,7 +627,7 @@ class BackupKeeper:
                 copy = self._target_copy(unit, shard, targets[key])
                 if copy is not None and copy.in_sync and self._stays_protected(run, unit, shard, copy):
                     moves[key] = copy.server_id
-        run.relocations.moves = moves
+        run.relocations.plan_moves(moves)
         if run.relocations.rebalancing and not targets:
             run.relocations.set_rebalancing(False)
             self._state.events.add(EventKind.RUN_REBALANCED, "its shards are spread evenly", run=run.name)
