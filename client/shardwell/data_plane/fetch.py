@@ -280,6 +280,8 @@ _POLL_LIMIT_S = 0.1
 """How long to poll shared memory for a version before asking the servers, which may report it gone."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+_RECHECK_S = 1.0
+"""How often a wait for any version compares the shards with their owners."""
 _FIRST_NEWEST_PAUSE_S, _LONGEST_NEWEST_PAUSE_S = 0.0005, 0.05
 
 
@@ -326,22 +328,28 @@ def _poll(unit: RemoteUnit, version: int) -> int:
     return version
 
 
-def wait_for_any(vector: SharedVector, check: Callable[[], None], limit_s: float) -> int:
+def wait_for_any(vector: SharedVector, check: Callable[[], None], recheck: Callable[[], None], limit_s: float) -> int:
     """Waits until all segments of a unit show the same version; returns it. For a work item that does not count.
 
     Args:
         vector: The memory.
         check: Raises if this trainer cannot continue.
+        recheck: Starts to compare the shards with their owners. A trainer whose membership is over is not told of
+            moves, and the segment of a former owner shows its last version for ever.
         limit_s: How long to wait.
 
     Raises:
         DeadlineError: No version was complete in time.
     """
-    deadline = time.monotonic() + limit_s
+    started = time.monotonic()
+    recheck_s = started + _RECHECK_S
     pauses = backoff(_FIRST_NEWEST_PAUSE_S, _LONGEST_NEWEST_PAUSE_S)
     while (version := vector.version) is None:
         check()
-        if time.monotonic() > deadline:
+        if (now := time.monotonic()) > recheck_s:
+            recheck()
+            recheck_s = now + _RECHECK_S
+        if now > started + limit_s:
             raise DeadlineError(f"no version of the unit was complete in shared memory for {limit_s:.0f} s")
         time.sleep(next(pauses))
     return version

@@ -354,7 +354,7 @@ class RunStore:
         self._membership.check()
         unit, limit_s = self._units[unit_index], self._config.waits.wait_limit_s
         assert unit.vector is not None
-        any_version = partial(wait_for_any, unit.vector, self._membership.check, limit_s)
+        any_version = partial(wait_for_any, unit.vector, self._membership.check, self._relocations.recheck, limit_s)
         if self._computes_in_vain():
             return any_version
         version = self._fetches.await_version(unit, self._state.number)
