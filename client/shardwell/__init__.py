@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from shardwell.training.training_step import Step
     from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
     from shardwell.weights.checkpoint_reader import CheckpointReader, open_checkpoint
+    from shardwell.weights.digest import weights_digest
     from shardwell.weights.reader import Reader, attach
     from shardwell.weights.state_dict import (
         TensorSlice,
@@ -184,6 +185,7 @@ __all__ = [
     "split_experts",
     "testing",
     "unwrap",
+    "weights_digest",
 ]
 
 _NAMES = {
@@ -205,6 +207,7 @@ _NAMES = {
     "shardwell.training.training_step": "Step",
     "shardwell.weights.checkpoint_conversion": "checkpoint_to_dcp dcp_to_checkpoint",
     "shardwell.weights.checkpoint_reader": "CheckpointReader open_checkpoint",
+    "shardwell.weights.digest": "weights_digest",
     "shardwell.weights.reader": "Reader attach",
     "shardwell.weights.state_dict": "TensorSlice full_state_dict iter_full_state_dict join_state_dicts save_dcp "
     "save_safetensors sharded_state_dict",

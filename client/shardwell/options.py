@@ -217,6 +217,7 @@ class JoinConfig:
     checkpoint_every: int | None = None
     keep: int | None = None
     backups: int | None = None
+    keep_versions: int = 0
     consistency: Consistency = SYNCHRONOUS
     resume: str = ""
     rewrap: bool = False
@@ -267,7 +268,7 @@ class JoinConfig:
             )
 
     def _check_durability(self) -> None:
-        for name in ("checkpoint_every", "keep", "backups"):
+        for name in ("checkpoint_every", "keep", "backups", "keep_versions"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not 0 <= value < 1 << 32):
                 raise UsageError(f"{name}={value!r}: expected an integer from 0 to 2**32 - 1")
@@ -318,6 +319,7 @@ class JoinConfig:
             checkpoint_every=self.checkpoint_every,
             checkpoint_keep=self.keep,
             backups=self.backups,
+            keep_versions=self.keep_versions,
             reduction_groups=self.reduction_groups,
             **self.consistency.to_fields(),
         )

@@ -205,6 +205,15 @@ def test_death_during_a_large_write_leaves_all_of_it_or_nothing(shared: Shared) 
     assert outcomes.count(True) >= 4, "and the transactions after that"
 
 
+def test_state_of_the_previous_schema_version_is_read_and_written_as_this_one(shared: Shared) -> None:
+    shared.lead().close()
+    key = f"{shared.prefix}/schema".encode()
+    with closing(shared.client()) as client:
+        client.transact(etcd_pb2.EtcdTxnRequest(success=[put(key, b"19")]))
+        with closing(shared.lead()):
+            assert (found := client.get(key)) is not None and int(found.value) == SCHEMA_VERSION
+
+
 def test_state_of_another_schema_version_is_rejected(shared: Shared) -> None:
     shared.lead().close()
     with closing(shared.client()) as client:

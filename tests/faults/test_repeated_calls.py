@@ -70,6 +70,7 @@ EXECUTED_TWICE: Mapping[str, set[str]] = {
     },
     "optimizer_on_the_trainer": {"ConfirmPartitions"},
     "administer": {
+        "PublishVersion",
         "SetBackups",
         "DrainServer",
         "RebalanceRun",
@@ -328,7 +329,7 @@ def optimizer_on_the_trainer(cluster: Cluster, folder: Path) -> object:
 
 def administer(cluster: Cluster, folder: Path) -> object:
     with cluster.operator() as call:
-        with cluster.join("gpt") as session:
+        with cluster.join("gpt", keep_versions=1) as session:
             model = sharded(session)
             optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-2)
             drain = coordinator_pb2.DrainServerRequest(server_id="shard-2")
@@ -345,7 +346,10 @@ def administer(cluster: Cluster, folder: Path) -> object:
         assert cluster.probe("shard-0")
         call("RebalanceRun", coordinator_pb2.RebalanceRunRequest(run="gpt"))
         call("ListRuns", coordinator_pb2.ListRunsRequest())
-        call("DescribeWeights", coordinator_pb2.DescribeWeightsRequest(run="gpt"))
+        call("PublishVersion", coordinator_pb2.PublishVersionRequest(run="gpt", name="eval"))
+        assert dict(call("DescribeWeights", coordinator_pb2.DescribeWeightsRequest(run="gpt")).published) == {
+            "eval": step.number
+        }
         verified = call("VerifyRun", coordinator_pb2.VerifyRunRequest(run="gpt"))
         assert not verified.differences
         call("DeleteRun", coordinator_pb2.DeleteRunRequest(run="gpt", force=True, request_id="1"))

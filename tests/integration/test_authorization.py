@@ -58,7 +58,7 @@ ADMITTED = {
     LoadShards""": {COORDINATOR},
     "DeleteRun ForgetServer SetBackups RebalanceRun VerifyRun ListServers DescribeCluster": {OPERATOR},
     "DrainServer": {OPERATOR, SERVER},
-    "Join SaveCheckpoint": {OPERATOR, MEMBER, TRAINER},
+    "Join SaveCheckpoint PublishVersion": {OPERATOR, MEMBER, TRAINER},
     MEMBER_RPCS: {MEMBER},
     STORE_RPCS: {MEMBER, OPERATOR},
     READER_RPCS: {READER, TRAINER, MEMBER, OPERATOR},

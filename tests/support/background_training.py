@@ -6,7 +6,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ class BackgroundTraining:
     Args:
         address: Address of the coordinator.
         run: Name of the run. Empty: a unique one.
+        options: Further arguments of ``join``.
     """
 
     model: ClassVar[type[nn.Module]]
@@ -29,8 +30,9 @@ class BackgroundTraining:
     width: ClassVar[int]
     """Number of inputs of the model."""
 
-    def __init__(self, address: str, run: str = "") -> None:
+    def __init__(self, address: str, run: str = "", **options: Any) -> None:
         self.run, self.states = run or uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
+        self._options = options
         self.step, self._address, self._stop = 0, address, threading.Event()
         self._go, self._paused = threading.Event(), threading.Event()
         self._go.set()
@@ -46,7 +48,7 @@ class BackgroundTraining:
     def _steps(self) -> None:
         torch.manual_seed(0)
         model = self.model()
-        with shardwell.join(self._address, run=self.run) as session:
+        with shardwell.join(self._address, run=self.run, **self._options) as session:
             shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy(self.units))
             optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-2)
             for step in session.steps(10**6):

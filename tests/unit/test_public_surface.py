@@ -30,7 +30,7 @@ NAMES = """
     register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear TlsError TlsOptions
     from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
     CheckpointReader open_checkpoint checkpoint_to_dcp dcp_to_checkpoint
-    Bottleneck PerformanceReport Severity StepPart unwrap merge_experts split_experts
+    weights_digest Bottleneck PerformanceReport Severity StepPart unwrap merge_experts split_experts
     ASYNCHRONOUS BOUNDED_STALENESS Consistency SYNCHRONOUS
 """
 

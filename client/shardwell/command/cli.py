@@ -46,6 +46,11 @@ _WITH_TORCH = {
         "add_export_parser",
         "write a run's weights to files during training",
     ),
+    "digest": (
+        "shardwell.command.export_commands",
+        "add_digest_parser",
+        "print a digest of all weights of a version of a run",
+    ),
     "convert-checkpoint": (
         "shardwell.command.export_commands",
         "add_convert_parser",

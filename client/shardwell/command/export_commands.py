@@ -27,6 +27,7 @@ from shardwell.tables import format_size
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.checkpoint_reader import open_checkpoint
 from shardwell.weights.dcp import METADATA_NAME, write_dcp
+from shardwell.weights.digest import pinned_digest
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell.weights.weight_files import Values, total_bytes, write_safetensors
 from shardwell_wire.checkpoints.opening import local_path
@@ -95,7 +96,36 @@ def add_export_parser(subparsers: Subparsers, help_line: str) -> None:
         metavar="SIZE",
         help="maximum size of one safetensors file, such as 5GB or 500MiB (default: 5GB)",
     )
+    _add_version(parser)
     add_coordinator_arguments(parser, what="an answer of a server, and for one unit")
+
+
+def add_digest_parser(subparsers: Subparsers, help_line: str) -> None:
+    """Adds ``shardwell digest``."""
+    parser = add_command(
+        subparsers,
+        "digest",
+        help_line,
+        _digest,
+        description="Prints a SHA-256 digest of names, dtypes, shapes and values of all parameters and buffers of one "
+        "version. shardwell.weights_digest(full_state_dict(model)) is the same if the model has the run's names.",
+    )
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    _add_version(parser)
+    add_coordinator_arguments(parser, what="an answer of a server, and for one unit")
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--version",
+        metavar="V",
+        help="number of committed steps, or name of a published version (default: the newest version)",
+    )
+
+
+def _version(arguments: argparse.Namespace) -> int | str | None:
+    text: str | None = arguments.version
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def add_convert_parser(subparsers: Subparsers, help_line: str) -> None:
@@ -135,7 +165,9 @@ def _export(arguments: argparse.Namespace) -> int:
     try:
         with (
             open_coordinator(arguments) as coordinator,
-            pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout) as pinned,
+            pinned_version(
+                coordinator, arguments.run, timeout_s=arguments.timeout, version=_version(arguments)
+            ) as pinned,
         ):
             dtype: str | None = arguments.dtype
             tensors = {stored.name: _as(stored.meta, dtype) for stored in (*pinned.parameters, *pinned.buffers)}
@@ -159,6 +191,15 @@ def _export(arguments: argparse.Namespace) -> int:
     what = f"{len(tensors)} tensors, {format_size(total_bytes(tensors))}"
     buffers = f", {len(pinned.buffers)} of them buffers" if pinned.buffers else ""
     print(f"run {pinned.run!r} after {pinned.version} steps: {what}{buffers}, in {where}")
+    return 0
+
+
+def _digest(arguments: argparse.Namespace) -> int:
+    with (
+        open_coordinator(arguments) as coordinator,
+        pinned_version(coordinator, arguments.run, timeout_s=arguments.timeout, version=_version(arguments)) as pinned,
+    ):
+        print(f"{pinned_digest(pinned)}  {pinned.run} version {pinned.version}")
     return 0
 
 

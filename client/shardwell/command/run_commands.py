@@ -73,6 +73,17 @@ examples:
   shardwell backups gpt 1                           the loss of one server loses nothing
   shardwell backups gpt 0                           release the copies
 """
+_PUBLISH_DESCRIPTION = """\
+Names a version of a run that was created with join(keep_versions=N). The version stays readable until the name is
+removed. Published versions use the memory of the N kept ones. Without NAME, lists the published and kept versions.
+"""
+_PUBLISH_EPILOG = """\
+examples:
+  shardwell publish gpt eval-3                      name the newest version
+  shardwell publish gpt eval-3 --version 1200       name an older one that the run keeps
+  shardwell publish gpt eval-3 --remove             let the run forget it
+  shardwell digest gpt --version eval-3             what a copy of it must have
+"""
 _DRAIN_DESCRIPTION = """\
 Moves all shards of a server to other servers, while runs train. The server gets no new shards. When it has none left,
 its process can be stopped. Without --wait, the command returns at once; run it again to see what is left.
@@ -138,6 +149,19 @@ def add_parsers(subparsers: Subparsers) -> None:
     add_coordinator_arguments(backups)
     backups.add_argument("run", metavar="RUN", help="name of the run")
     backups.add_argument("count", metavar="N", type=int, help="copies of every shard; 0: none")
+    publish = add_command(
+        subparsers,
+        "publish",
+        "name a version of a run, which then stays readable",
+        _publish,
+        description=_PUBLISH_DESCRIPTION,
+        epilog=_PUBLISH_EPILOG,
+    )
+    add_coordinator_arguments(publish)
+    publish.add_argument("run", metavar="RUN", help="name of the run")
+    publish.add_argument("name", metavar="NAME", nargs="?", help="name of the version; without one, list all")
+    publish.add_argument("--version", type=int, help="number of committed steps (default: the newest version)")
+    publish.add_argument("--remove", action="store_true", help="remove the name instead")
     drain = add_command(
         subparsers,
         "drain",
@@ -276,6 +300,24 @@ def _backups(arguments: argparse.Namespace) -> int:
             return 1
         call("SetBackups", coordinator_pb2.SetBackupsRequest(run=arguments.run, backups=arguments.count))
         print(f"run {arguments.run!r}: {arguments.count} backups of every shard; shardwell units shows their state")
+        return 0
+
+
+def _publish(arguments: argparse.Namespace) -> int:
+    with calling(arguments) as call:
+        if arguments.name is None:
+            described = call("DescribeWeights", coordinator_pb2.DescribeWeightsRequest(run=arguments.run))
+            print(f"run {arguments.run!r}: newest version {described.newest}")
+            print(f"kept: {', '.join(map(str, described.kept_versions)) or 'none'}")
+            for name, version in sorted(described.published.items()):
+                print(f"{name}: version {version}")
+            return 0
+        request = coordinator_pb2.PublishVersionRequest(
+            run=arguments.run, name=arguments.name, version=arguments.version, remove=arguments.remove
+        )
+        version = call("PublishVersion", request).version
+        what = "is no longer" if arguments.remove else "is"
+        print(f"version {version} of run {arguments.run!r} {what} published as {arguments.name!r}")
         return 0
 
 

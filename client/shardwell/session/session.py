@@ -63,6 +63,7 @@ def join(
     checkpoint_every: int | None = None,
     keep: int | None = None,
     backups: int | None = None,
+    keep_versions: int | None = None,
     consistency: Consistency | None = None,
     resume: str | None = None,
     rewrap: bool | None = None,
@@ -105,6 +106,8 @@ def join(
         keep: Number of checkpoints to keep; older ones are deleted. 0: all. Default: as checkpoint_dir.
         backups: Number of other servers that keep a copy of every shard, so that the loss of a server costs no step.
             The newest value that a trainer passes counts. Default: unchanged; a new run has none.
+        keep_versions: Number of versions besides the newest that readers can read (``Reader.pin(version)``). Each takes
+            memory of the size of the parameters on the shard servers, and a copy of them per step. Default: 0.
         consistency: When gradients are applied: ``shardwell.SYNCHRONOUS`` (one commit for all ranks),
             ``shardwell.ASYNCHRONOUS`` (one commit per work item) or ``shardwell.BOUNDED_STALENESS(s)`` (likewise, with
             no rank more than ``s`` items ahead of the slowest). Only the first gives reproducible weights. Default:
@@ -124,8 +127,8 @@ def join(
         waits: How long to wait for other processes.
 
     Raises:
-        RunMismatchError: The run exists with another world, seed, min_trainers, consistency or reduction_groups; or the
-            checkpoint has another seed, or the same dp and other reduction_groups. Or one of
+        RunMismatchError: The run exists with another world, seed, min_trainers, consistency, reduction_groups or
+            keep_versions; or the checkpoint has another seed, or the same dp and other reduction_groups. Or one of
             the two runs is asynchronous and the other is not.
         NotFoundError: The folder for checkpoints cannot be made.
         AccessError: The cluster's operator does not allow the folder of checkpoints or the checkpoint, or the servers
@@ -439,6 +442,26 @@ class Session:
         call = partial(self._membership.call, member=False)  # a rollback ends the membership, not the run
         *_, progress = save_checkpoint(call, self.run, run_id=self.run_id, wait=wait)
         return progress.url
+
+    def publish(self, name: str, *, version: int | None = None) -> int:
+        """Names a version. It stays readable under the name until ``shardwell publish --remove``.
+
+        Needs ``join(keep_versions=...)``: published versions use the memory of the kept ones, so with each of them one
+        unpublished older version less is kept.
+
+        Args:
+            name: The name, for ``Reader.pin(name)``. May stand for another version already, which loses it.
+            version: Number of committed steps: the newest version, or one that the run keeps. Default: the newest.
+
+        Returns:
+            The version.
+
+        Raises:
+            VersionGoneError: The run does not keep the version any more.
+            CapacityError: All versions that the run keeps are published under other names.
+        """
+        request = coordinator_pb2.PublishVersionRequest(run=self.run, name=name, version=version)
+        return int(self.coordinator.call("PublishVersion", request).version)
 
     def explain_stall(self) -> list[str]:
         """Returns what the run waits for, one line per reason."""

@@ -250,8 +250,9 @@ def pinned_version(
     timeout_s: float,
     connections: RunConnections | None = None,
     waits: bool = False,
+    version: int | str | None = None,
 ) -> Iterator[PinnedVersion]:
-    """Pins the newest version of a run that all its shard servers still have. Training continues.
+    """Pins a version of a run, or the newest that all its shard servers still have. Training continues.
 
     If steps are committed faster than all servers can be reached, a future version is pinned: each server gets the
     request before the version exists.
@@ -262,16 +263,26 @@ def pinned_version(
         timeout_s: How long to wait for a future version, and for each read, in seconds.
         connections: Connections to use. Default: new connections, closed at the end.
         waits: Whether to wait, for the timeout, while shards get other servers or the run is loaded.
+        version: The version, which is waited for until it is committed, or the name of a published one. None: the
+            newest.
 
     Raises:
         NotFoundError: The run does not exist.
         StepStateError: The run has no weights yet.
         UnavailableError: A shard server of the run cannot be reached from this host.
-        VersionGoneError: Every version was overwritten before it was pinned.
+        VersionGoneError: The version is not kept any more. Or every version was overwritten before it was pinned.
+        DeadlineError: The version was not committed in time.
     """
     # If a server cannot be reached, the coordinator may be about to name another owner of its shards.
     limit_s = timeout_s if waits else 0.0
-    pinned, stack = retry(lambda: _pin_newest(coordinator, run, timeout_s, connections), limit_s=limit_s)
+
+    def pin() -> tuple[PinnedVersion, ExitStack]:
+        if version is None:
+            return _pin_newest(coordinator, run, timeout_s, connections)
+        with ExitStack() as stack:
+            return _pin(coordinator, run, version, timeout_s, timeout_s, stack, connections), stack.pop_all()
+
+    pinned, stack = retry(pin, limit_s=limit_s)
     with stack:
         yield pinned
 
@@ -285,7 +296,8 @@ def _pin_newest(
     for _ in range(_ATTEMPTS):
         with ExitStack() as stack:
             try:
-                return _pin(coordinator, run, target, timeout_s, stack, connections), stack.pop_all()
+                wait_s = timeout_s if target is None else min(timeout_s, _FUTURE_WAIT_S)
+                return _pin(coordinator, run, target, timeout_s, wait_s, stack, connections), stack.pop_all()
             except VersionGoneError as error:
                 newest = int(error.data["newest"])
                 tried.append(newest if target is None else target)
@@ -304,14 +316,15 @@ def _pin_newest(
 def _pin(
     coordinator: CoordinatorClient,
     run: str,
-    target: int | None,
+    target: int | str | None,
     timeout_s: float,
+    wait_s: float,
     stack: ExitStack,
     connections: RunConnections | None,
 ) -> PinnedVersion:
     """Tries to pin version ``target``, or the newest. Closes everything it opens with the stack."""
-    newest = describe_weights(coordinator, run)
-    version = newest.version if target is None else target
+    newest = describe_weights(coordinator, run, name=target if isinstance(target, str) else "")
+    version = target if isinstance(target, int) else newest.version
     owners = {shard.address: shard for unit in newest.units for shard in unit.shards}
     asking = stack.enter_context(ThreadPoolExecutor(len(owners) + 1))
     if connections is None:
@@ -323,16 +336,20 @@ def _pin(
             f"run {run!r} was deleted and created again since this reader attached: attach again", run=run
         )
     reader = stack.enter_context(UnitReader(connections, version, timeout_s=timeout_s))
-    wait_s = timeout_s if target is None else min(timeout_s, _FUTURE_WAIT_S)
     # All servers are asked concurrently. For a future version, they are asked before the version exists.
     described = None
-    if target is not None:
+    if isinstance(target, int):
         described = asking.submit(describe_weights, coordinator, run, version=target, wait_s=wait_s)
     opened = [asking.submit(_open, reader, shard, wait_s) for shard in owners.values()]
     for each in opened:
         if each.exception() is None:
             stack.callback(each.result().end)
-    changes = [each.result().answer for each in opened]  # raises the first error when all pins are known
+    try:
+        changes = [each.result().answer for each in opened]  # raises the first error when all pins are known
+    except VersionGoneError:
+        if described is not None:
+            described.result()  # the coordinator's error says which versions are kept
+        raise
     return PinnedVersion(newest if described is None else described.result(), reader, changes)
 
 
@@ -346,18 +363,19 @@ def _open(reader: UnitReader, shard: common_pb2.ShardRange, wait_s: float) -> St
 
 
 def describe_weights(
-    coordinator: CoordinatorClient, run: str, *, version: int | None = None, wait_s: float = 0.0
+    coordinator: CoordinatorClient, run: str, *, version: int | None = None, name: str = "", wait_s: float = 0.0
 ) -> coordinator_pb2.DescribeWeightsResponse:
-    """Describes a version, or the newest. Repeats the request until ``wait_s`` seconds have passed.
+    """Describes a version, the published version of a name, or the newest. Repeats the request for ``wait_s`` seconds.
 
     Raises:
-        VersionGoneError: A newer version is committed.
+        VersionGoneError: A newer version is committed, and the run does not keep this one.
+        NotFoundError: No version is published under the name.
         DeadlineError: The version was not committed in time.
     """
     give_up = time.monotonic() + wait_s
     while True:
         left_s = max(0.0, give_up - time.monotonic())
-        request = coordinator_pb2.DescribeWeightsRequest(run=run, version=version, wait_s=left_s)
+        request = coordinator_pb2.DescribeWeightsRequest(run=run, version=version, published_name=name, wait_s=left_s)
         try:
             answer: coordinator_pb2.DescribeWeightsResponse = coordinator.call(
                 "DescribeWeights", request, timeout_s=left_s + _CALL_MARGIN_S

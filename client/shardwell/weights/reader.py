@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from shardwell.find_credentials import find_credentials
 from shardwell.module.unit import owner_of
 from shardwell.transport.service_client import CoordinatorClient
+from shardwell.weights.digest import pinned_digest
 from shardwell.weights.pinned_version import (
     PinnedVersion,
     RunConnections,
@@ -96,23 +97,50 @@ class Reader:
             return int(error.data["newest"])
 
     @contextmanager
-    def pin(self) -> Iterator[PinnedVersion]:
-        """Keeps the newest version readable while the block runs. Training continues.
+    def pin(self, version: int | str | None = None, *, at_least: int = 0) -> Iterator[PinnedVersion]:
+        """Keeps a version readable while the block runs. Training continues.
 
         The shard servers copy what training overwrites. If training needs the memory of the copies, a server evicts
-        them, and reads raise VersionGoneError.
+        them, and reads raise VersionGoneError. Versions that the run keeps (``join(keep_versions=...)``) are not
+        evicted.
+
+        Args:
+            version: The version, which is waited for until it is committed, or the name of a published one. Several
+                readers that name a version read the same values. Default: the newest.
+            at_least: The newest version is waited for until it is this one or a later one.
 
         Yields:
             The pinned version: ``version``, ``values()``, ``parameters`` and ``buffers``.
 
         Raises:
-            VersionGoneError: Steps are committed faster than the servers can be asked.
+            VersionGoneError: The version is not kept any more; ``data["kept"]`` lists those that are, separated by
+                commas. Without ``version``: steps are committed faster than the servers can be asked.
+            NotFoundError: No version is published under the name.
+            DeadlineError: The version was not committed within the reader's timeout.
             UnavailableError: A shard server cannot be reached for the reader's timeout.
         """
+        if at_least:
+            self.wait_for(at_least, self._timeout_s)
         with pinned_version(
-            self._coordinator, self.run, timeout_s=self._timeout_s, connections=self._connections, waits=True
+            self._coordinator,
+            self.run,
+            timeout_s=self._timeout_s,
+            connections=self._connections,
+            waits=True,
+            version=version,
         ) as pinned:
             yield pinned
+
+    def digest(self, version: int | str | None = None) -> str:
+        """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the run.
+
+        Reads the whole version, one unit at a time. Raises as ``pin``.
+
+        Args:
+            version: The version or the name of a published one. Default: the newest.
+        """
+        with self.pin(version) as pinned:
+            return pinned_digest(pinned)
 
     def follow(self, model: nn.Module, *, rename: Rename | None = None, cast: bool = False) -> int:
         """Loads the newest committed version into a plain model, in place.

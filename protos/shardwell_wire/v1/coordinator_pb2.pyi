@@ -668,6 +668,7 @@ class RunConfig(google.protobuf.message.Message):
     REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
     CONSISTENCY_FIELD_NUMBER: builtins.int
     MAX_STALENESS_FIELD_NUMBER: builtins.int
+    KEEP_VERSIONS_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Base seed of data order, dropout and random initial values."""
     min_trainers: builtins.int
@@ -692,6 +693,8 @@ class RunConfig(google.protobuf.message.Message):
     """When gradients are applied."""
     max_staleness: builtins.int
     """With CONSISTENCY_BOUNDED_STALENESS: how many items a data rank may be ahead of the slowest one."""
+    keep_versions: builtins.int
+    """Versions besides the newest that readers can read: published ones, and the last ones before the newest."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks."""
@@ -717,9 +720,10 @@ class RunConfig(google.protobuf.message.Message):
         reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
         consistency: global___Consistency.ValueType = ...,
         max_staleness: builtins.int = ...,
+        keep_versions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "consistency", b"consistency", "max_staleness", b"max_staleness", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "consistency", b"consistency", "keep_versions", b"keep_versions", "max_staleness", b"max_staleness", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_backups", b"_backups"]) -> typing.Literal["backups"] | None: ...
     @typing.overload
@@ -4009,11 +4013,14 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
 
     RUN_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    PUBLISHED_NAME_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     version: builtins.int
-    """Version to describe. Unset: the newest."""
+    """Version to describe. Unset: the newest, or that of `published_name`."""
+    published_name: builtins.str
+    """Name under which the version to describe is published. Empty: none."""
     wait_s: builtins.float
     """Longest time to wait for the version to be committed, in seconds. 0: do not wait."""
     def __init__(
@@ -4021,10 +4028,11 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
         *,
         run: builtins.str = ...,
         version: builtins.int | None = ...,
+        published_name: builtins.str = ...,
         wait_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "published_name", b"published_name", "run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___DescribeWeightsRequest = DescribeWeightsRequest
@@ -4060,11 +4068,30 @@ global___UnitWeights = UnitWeights
 class DescribeWeightsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class PublishedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     VERSION_FIELD_NUMBER: builtins.int
     WORLD_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     ROLLBACK_COUNT_FIELD_NUMBER: builtins.int
+    NEWEST_FIELD_NUMBER: builtins.int
+    KEPT_VERSIONS_FIELD_NUMBER: builtins.int
+    PUBLISHED_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The described version: number of committed steps."""
     run_id: builtins.str
@@ -4073,6 +4100,8 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     """How often the run was rolled back to a checkpoint. After a rollback, versions are committed again, possibly with
     other values.
     """
+    newest: builtins.int
+    """The newest committed version."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks. Each combination of tp and pp rank has its own units. Context-parallel ranks share theirs."""
@@ -4083,6 +4112,14 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         module. Buffers have their names in that module.
         """
 
+    @property
+    def kept_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Older versions that the run keeps, in order. A server process that was started or got its shards later lacks some."""
+
+    @property
+    def published(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Published versions, by name."""
+
     def __init__(
         self,
         *,
@@ -4091,11 +4128,60 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         units: collections.abc.Iterable[global___UnitWeights] | None = ...,
         run_id: builtins.str = ...,
         rollback_count: builtins.int = ...,
+        newest: builtins.int = ...,
+        kept_versions: collections.abc.Iterable[builtins.int] | None = ...,
+        published: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_versions", b"kept_versions", "newest", b"newest", "published", b"published", "rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
+
+@typing.final
+class PublishVersionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    REMOVE_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    name: builtins.str
+    """The name, which may stand for another version already."""
+    version: builtins.int
+    """The version: the newest or one that the run keeps. Unset: the newest."""
+    remove: builtins.bool
+    """Remove the name instead."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        name: builtins.str = ...,
+        version: builtins.int | None = ...,
+        remove: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "name", b"name", "remove", b"remove", "run", b"run", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___PublishVersionRequest = PublishVersionRequest
+
+@typing.final
+class PublishVersionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.int
+    """The version that has, or had, the name."""
+    def __init__(
+        self,
+        *,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+global___PublishVersionResponse = PublishVersionResponse
 
 @typing.final
 class ListServersRequest(google.protobuf.message.Message):

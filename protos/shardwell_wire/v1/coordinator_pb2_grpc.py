@@ -227,6 +227,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.FromString,
                 _registered_method=True)
+        self.PublishVersion = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/PublishVersion',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionResponse.FromString,
+                _registered_method=True)
         self.VerifyRun = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/VerifyRun',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.VerifyRunRequest.SerializeToString,
@@ -596,6 +601,15 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishVersion(self, request, context):
+        """Any client: names a version of a run, which stays readable until the name is removed.
+
+        OUT_OF_RANGE: the version is not readable any more. RESOURCE_EXHAUSTED: the run keeps no more versions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def VerifyRun(self, request, context):
         """Any client: compares the backups of a run with their primaries, by hashes of values and optimizer state at one
         version. Commits wait meanwhile.
@@ -809,6 +823,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.RebalanceRun,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.SerializeToString,
+            ),
+            'PublishVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishVersion,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionResponse.SerializeToString,
             ),
             'VerifyRun': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifyRun,
@@ -1811,6 +1830,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/RebalanceRun',
             shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/PublishVersion',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

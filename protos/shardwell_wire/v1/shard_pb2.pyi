@@ -207,6 +207,7 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     REDUCTION_GROUPS_FIELD_NUMBER: builtins.int
     ASYNCHRONOUS_FIELD_NUMBER: builtins.int
+    KEEP_VERSIONS_FIELD_NUMBER: builtins.int
     unit_index: builtins.int
     """Index of the unit in the run. Later messages refer to the unit by it."""
     start_bytes: builtins.int
@@ -223,6 +224,8 @@ class ReserveUnitRequest(google.protobuf.message.Message):
     """True in a run with RunConfig.consistency ASYNCHRONOUS or BOUNDED_STALENESS: each data rank reads its own version, and
     PrepareStep names the one rank whose contribution a step applies.
     """
+    keep_versions: builtins.int
+    """RunConfig.keep_versions of the run. The server reserves memory for as many copies of the values."""
     @property
     def context(self) -> shardwell_wire.v1.common_pb2.RequestContext:
         """Run, coordinator term and request id."""
@@ -248,9 +251,10 @@ class ReserveUnitRequest(google.protobuf.message.Message):
         role: global___ShardRole.ValueType = ...,
         reduction_groups: collections.abc.Iterable[builtins.int] | None = ...,
         asynchronous: builtins.bool = ...,
+        keep_versions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asynchronous", b"asynchronous", "context", b"context", "dp", b"dp", "placement", b"placement", "reduction_groups", b"reduction_groups", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asynchronous", b"asynchronous", "context", b"context", "dp", b"dp", "keep_versions", b"keep_versions", "placement", b"placement", "reduction_groups", b"reduction_groups", "role", b"role", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index"]) -> None: ...
 
 global___ReserveUnitRequest = ReserveUnitRequest
 
@@ -2449,6 +2453,7 @@ class UpdateRequest(google.protobuf.message.Message):
     CLIP_COEFFICIENT_FIELD_NUMBER: builtins.int
     UNIT_ORDER_FIELD_NUMBER: builtins.int
     RANK_VERSIONS_FIELD_NUMBER: builtins.int
+    KEPT_VERSIONS_FIELD_NUMBER: builtins.int
     clip_coefficient: builtins.float
     """Factor for every gradient, applied first. 1: no clipping."""
     @property
@@ -2466,8 +2471,12 @@ class UpdateRequest(google.protobuf.message.Message):
     @property
     def rank_versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankVersion]:
         """In an asynchronous run: the version that each data rank's work item reads after the update. The server keeps these
-        versions, and drops all others except the newest. Empty in a synchronous run.
+        versions, and drops all others except the newest and `kept_versions`. Empty in a synchronous run.
         """
+
+    @property
+    def kept_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Older versions that readers can read after the update, at most RunConfig.keep_versions."""
 
     def __init__(
         self,
@@ -2477,9 +2486,10 @@ class UpdateRequest(google.protobuf.message.Message):
         clip_coefficient: builtins.float = ...,
         unit_order: collections.abc.Iterable[builtins.int] | None = ...,
         rank_versions: collections.abc.Iterable[global___RankVersion] | None = ...,
+        kept_versions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "optimizer", b"optimizer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["clip_coefficient", b"clip_coefficient", "context", b"context", "optimizer", b"optimizer", "rank_versions", b"rank_versions", "unit_order", b"unit_order"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clip_coefficient", b"clip_coefficient", "context", b"context", "kept_versions", b"kept_versions", "optimizer", b"optimizer", "rank_versions", b"rank_versions", "unit_order", b"unit_order"]) -> None: ...
 
 global___UpdateRequest = UpdateRequest
 

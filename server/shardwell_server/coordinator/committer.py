@@ -316,6 +316,7 @@ class UpdateSender:
             clip_coefficient=record.clip_coefficient,
             unit_order=record.unit_order,
             rank_versions=_rank_versions(run),
+            kept_versions=run.kept_versions.before(record.step + 1),
         )
 
     async def _send(self, run: Run, request: shard_pb2.UpdateRequest, server_id: str, pending: PendingUpdate) -> None:

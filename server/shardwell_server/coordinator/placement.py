@@ -276,6 +276,7 @@ class UnitPlacer:
                 reduction_groups=run.settings.reduction_groups,
                 placement=placement,
                 asynchronous=run.asynchronous,
+                keep_versions=run.settings.keep_versions,
             )
 
         responses = await self._servers.call_all(ranges, "ReserveUnit", request)

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from shardwell_server.coordinator.kept_versions import KeptVersions
 from shardwell_server.coordinator.placed_units import DeclaredUnits, Initializer, Relocations, Unit
 from shardwell_server.coordinator.ranks.members import Member, Members, MemberState, tell
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant, RankOwners, candidates
@@ -73,6 +74,7 @@ class Run:
     def replace_settings(self, settings: RunSettings) -> None:
         """Sets the settings of a run that never started, has no units and no live trainer."""
         self.settings = settings
+        self.kept_versions = KeptVersions(self.name, settings.keep_versions)
         self.owners = RankOwners(settings, self.members, self.changes)
         work = AsynchronousWork if settings.consistency.asynchronous else SynchronousWork
         self.work: SynchronousWork | AsynchronousWork = work(
@@ -284,6 +286,7 @@ class Run:
         """
         assert self.checkpoints.restore is not None
         self.units.load(units)
+        self.kept_versions.clear()
         self.relocations.forget_plans()
         self.commits.load(records, state)
         self.relocations.raise_count()

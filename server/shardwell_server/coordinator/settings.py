@@ -11,6 +11,8 @@ from shardwell_wire.v1 import coordinator_pb2
 
 MAX_LAYERS = 1 << 16
 
+MAX_KEEP_VERSIONS = 1000
+"""Each ``Update`` names the kept versions."""
 MAX_BACKUPS = 4
 """Most backups of a shard."""
 
@@ -70,6 +72,8 @@ class RunSettings:
     """The order in which gradients are added; see Note: [Reduction groups] in ``sum_order.py``."""
     consistency: Consistency = SYNCHRONOUS
     """When gradients are applied."""
+    keep_versions: int = 0
+    """Versions besides the newest that readers can read."""
 
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:
@@ -101,6 +105,8 @@ class RunSettings:
                 f"with {group_members} group members, more than the limit of {MAX_GROUP_MEMBERS}: raise min_trainers"
             )
         check_backups(config.backups)
+        if config.keep_versions > MAX_KEEP_VERSIONS:
+            raise InvalidRequestError(f"keep_versions={config.keep_versions}: expected 0 to {MAX_KEEP_VERSIONS}")
         consistency = Consistency.from_proto(config)
         if consistency.asynchronous:
             _check_asynchronous(consistency, world, config)
@@ -112,6 +118,7 @@ class RunSettings:
             backups=config.backups,
             reduction_groups=checked_groups(world.dp, config.reduction_groups),
             consistency=consistency,
+            keep_versions=config.keep_versions,
         )
 
     def to_proto(self) -> coordinator_pb2.RunConfig:
@@ -122,12 +129,13 @@ class RunSettings:
             num_layers=self.num_layers,
             backups=self.backups or None,
             reduction_groups=self.reduction_groups,
+            keep_versions=self.keep_versions,
             **self.consistency.to_fields(),
         )
 
     def require_same(self, run: str, requested: RunSettings) -> None:
         """Raises RunMismatchError if a trainer requests other settings than the run has."""
-        for name in ("world", "seed", "min_trainers", "num_layers", "reduction_groups", "consistency"):
+        for name in ("world", "seed", "min_trainers", "num_layers", "reduction_groups", "consistency", "keep_versions"):
             ours, theirs = getattr(self, name), getattr(requested, name)
             if ours != theirs and not (name == "num_layers" and 0 in (ours, theirs)):
                 raise RunMismatchError(

@@ -296,6 +296,7 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
         created_by=run.created_by,
         created_on=run.created_on,
         ended_step=run.ended_step,
+        published=run.kept_versions.to_json(),
     )
 
 
@@ -338,6 +339,7 @@ def _restore_run(stored: StoredRun, clock: Callable[[], float]) -> Run:
         layout = UnitLayout.from_proto(common_pb2.UnitSpec.FromString(at.spec))
         run.units.add(Unit(at.unit_index, layout, at.shards, at.published, at.backups))
     run.created_by, run.created_on, run.ended_step = record.created_by, record.created_on, record.ended_step
+    run.kept_versions.restore(record.published)
     run.relocations.restore(record.placement, rebalancing=record.rebalancing)
     for initializer in record.initializers:
         run.units.set_initializer(initializer.global_rank, Initializer(initializer.trainer, initializer.epoch))

@@ -105,6 +105,7 @@ class ShardServicer:
             placement=request.placement,
             reduction_groups=checked_groups(request.dp, request.reduction_groups),
             asynchronous=request.asynchronous,
+            keep_versions=request.keep_versions,
         )
         role = Role.BACKUP if request.role == shard_pb2.SHARD_ROLE_BACKUP else Role.PRIMARY
         await self._checkpoints.stop_loading(request.context.run_id, spec.unit)

@@ -56,6 +56,8 @@ class ShardSpec:
     """Sizes of the run's reduction groups, as ``SumOrder`` takes them."""
     asynchronous: bool = False
     """True if each data rank reads its own version, and a step applies the contribution of one rank."""
+    keep_versions: int = 0
+    """Number of older versions that readers can read."""
 
     @property
     def unit(self) -> str:
@@ -90,8 +92,10 @@ class ShardSpec:
 
     @property
     def held_versions(self) -> int:
-        """Number of older versions that are held at once: one per rank, while a step is prepared for one of them."""
-        return self.dp if self.asynchronous and self.dp > 1 and not self.layout.holds_buffers else 0
+        """Number of older versions that are held at once: those for readers, and in an asynchronous run one per rank,
+        while a step is prepared for one of them."""
+        by_items = self.dp if self.asynchronous and self.dp > 1 and not self.layout.holds_buffers else 0
+        return self.keep_versions + by_items
 
     @property
     def memory_key(self) -> tuple[str, str, int]:

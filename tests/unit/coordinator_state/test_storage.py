@@ -36,26 +36,42 @@ def test_state_of_another_schema_version_is_rejected(tmp_path: Path) -> None:
         Database(tmp_path)
 
 
-def test_state_of_the_previous_schema_version_is_upgraded(tmp_path: Path) -> None:
+ADDED = {18: ("created_by", "created_on", "ended_step"), 19: ("published",)}
+"""Columns of runs that a schema version does not have, and the next one does."""
+
+
+@pytest.mark.parametrize("former", sorted(ADDED))
+def test_state_of_a_previous_schema_version_is_upgraded(tmp_path: Path, former: int) -> None:
     async def write() -> None:
         await storage.save_run(
-            RunRecord("r", "id", b"config", 1.5, True, 7, created_by="a", created_on="h", ended_step=3)
+            RunRecord("r", "id", b"config", 1.5, True, 7, created_by="a", created_on="h", ended_step=3, published="{}")
         )
 
     storage = Storage(Database(tmp_path))
     asyncio.run(write())
     storage.close()
     with sqlite3.connect(tmp_path / FILE_NAME) as database:
-        for column in ("created_by", "created_on", "ended_step"):
+        lacking = [column for version, columns in ADDED.items() if version >= former for column in columns]
+        for column in lacking:
             database.execute(f"ALTER TABLE runs DROP COLUMN {column}")
-        database.execute("DROP TABLE events")
-        database.execute("PRAGMA user_version = 18")
+        if former == 18:
+            database.execute("DROP TABLE events")
+        database.execute(f"PRAGMA user_version = {former}")
     database.close()
     for _ in range(2):  # the upgraded file is opened again
         storage = Storage(Database(tmp_path))
         (run,) = asyncio.run(storage.load()).runs
         storage.close()
-        assert run.record == RunRecord("r", "id", b"config", 1.5, True, 7)
+        kept = {"created_by": "a", "created_on": "h", "ended_step": 3}
+        left = {name: value for name, value in kept.items() if name not in lacking}
+        assert run.record == RunRecord("r", "id", b"config", 1.5, True, 7, **left)
+
+
+def test_row_of_an_older_schema_gets_the_defaults_of_the_columns_that_it_lacks() -> None:
+    record = RunRecord("r", "id", b"config", 1.5, True, 7, ended_step=3, published='{"a": 1}')
+    assert RunRecord.from_row(record.to_row()[:-1]) == RunRecord("r", "id", b"config", 1.5, True, 7, ended_step=3)
+    with pytest.raises(ValueError, match="longer"):
+        RunRecord.from_row((*record.to_row(), "more"))
 
 
 def test_file_that_is_not_a_database_is_rejected(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ OTHER_TEXTS = {
     "value": "KeyValueStore: at most 8 MiB; tracked state: the message",
     **dict.fromkeys(("class_name", "first_layer", "kind", "last_layer", "model", "part", "style"), "only shown"),
     **dict.fromkeys(("advice", "finding", "severity"), "check_step_report: shown, at most 1000 printable characters"),
-    **dict.fromkeys(("name", "operation", "phase", "schedule"), "a name that is shown or compared"),
+    **dict.fromkeys(("name", "operation", "phase", "published_name", "schedule"), "a name that is shown or compared"),
     **dict.fromkeys(("run_ids", "target_server_id"), "names of runs and servers"),
 }
 """Other strings and bytes, by field, and what is done with them."""

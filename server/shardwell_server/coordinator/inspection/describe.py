@@ -16,7 +16,7 @@ from shardwell_server.coordinator.servers.cluster import Cluster, Server
 from shardwell_server.coordinator.signals import poll
 from shardwell_server.coordinator.steps.step import Step, WorkState
 from shardwell_server.coordinator.storage.records import BackupState, CheckpointRecord, ShardRecord
-from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError, VersionGoneError
+from shardwell_wire.errors import DeadlineError, InvalidRequestError, NotFoundError, StepStateError
 from shardwell_wire.model.topology import AXIS_NUMBERS, Coordinates, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
@@ -345,19 +345,21 @@ def _shard_range(shard: ShardRecord, cluster: Cluster) -> common_pb2.ShardRange:
 
 
 async def describe_weights(
-    run: Run, cluster: Cluster, version: int | None, wait_s: float
+    run: Run, cluster: Cluster, version: int | None, name: str, wait_s: float
 ) -> coordinator_pb2.DescribeWeightsResponse:
     """Describes the units and buffers of one version of the weights. Waits until the version is committed.
 
     Args:
         run: The run.
         cluster: The shard servers.
-        version: The version. None: the newest.
+        version: The version. None: the newest, or the one with the name.
+        name: Name of a published version. Empty: none.
         wait_s: Longest time to wait in seconds.
 
     Raises:
         DeadlineError: The version is not committed yet.
-        VersionGoneError: A newer version is committed.
+        VersionGoneError: A newer version is committed, and the run does not keep the version.
+        NotFoundError: No version is published under the name.
         StepStateError: The run has no units, or a unit has no initial values.
         RunDeletedError: The run was deleted meanwhile.
     """
@@ -365,15 +367,12 @@ async def describe_weights(
     async def check() -> coordinator_pb2.DescribeWeightsResponse | None:
         run.check_not_deleted()
         run.checkpoints.check_loaded(run.name)
-        if version is not None and version > run.committed_step:
+        wanted = run.kept_versions.find(name) if name and version is None else version
+        if wanted is not None and wanted > run.committed_step:
             return None
-        if version is not None and version < run.committed_step:
-            raise VersionGoneError(
-                f"run {run.name!r} is at version {run.committed_step}: version {version} is no longer available",
-                version=version,
-                newest=run.committed_step,
-            )
-        return _weights(run, cluster)
+        if wanted is not None:
+            run.kept_versions.check_kept(wanted, run.committed_step)
+        return _weights(run, cluster, run.committed_step if wanted is None else wanted)
 
     found = await poll(run.changed, check, wait_s)
     if found is None:
@@ -385,7 +384,7 @@ async def describe_weights(
     return found
 
 
-def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsResponse:
+def _weights(run: Run, cluster: Cluster, version: int) -> coordinator_pb2.DescribeWeightsResponse:
     if not run.units:
         raise StepStateError(f"run {run.name!r} has no units yet: no trainer has called fully_shard", run=run.name)
     if unpublished := run.units.unpublished:
@@ -394,7 +393,7 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
             unit=unpublished[0],
         )
     return coordinator_pb2.DescribeWeightsResponse(
-        version=run.committed_step,
+        version=version,
         world=run.settings.world.to_proto(),
         units=[
             coordinator_pb2.UnitWeights(spec=unit.layout.to_proto(), shards=shard_ranges(unit, cluster))
@@ -402,6 +401,9 @@ def _weights(run: Run, cluster: Cluster) -> coordinator_pb2.DescribeWeightsRespo
         ],
         run_id=run.identity.run_id,
         rollback_count=run.checkpoints.rollback_count,
+        newest=run.committed_step,
+        kept_versions=run.kept_versions.before(run.committed_step),
+        published=run.kept_versions.names,
     )
 
 

@@ -455,6 +455,7 @@ class BackupKeeper:
                 placement=placement,
                 role=shard_pb2.SHARD_ROLE_BACKUP,
                 asynchronous=run.asynchronous,
+                keep_versions=run.settings.keep_versions,
             ),
         )
         target = self._state.cluster.require(backup.server_id)

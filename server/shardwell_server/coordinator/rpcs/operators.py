@@ -243,7 +243,23 @@ class InspectionRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.DescribeWeightsResponse:
         run = self._state.require_run(request.run)
         wanted = request.version if request.HasField("version") else None
-        return await describe.describe_weights(run, self._state.cluster, wanted, wait_limit(call, request.wait_s))
+        return await describe.describe_weights(
+            run, self._state.cluster, wanted, request.published_name, wait_limit(call, request.wait_s)
+        )
+
+    async def PublishVersion(
+        self, request: coordinator_pb2.PublishVersionRequest, call: Call
+    ) -> coordinator_pb2.PublishVersionResponse:
+        run = self._state.require_run(request.run)
+        run.checkpoints.check_loaded(run.name)
+        if request.remove:
+            version = run.kept_versions.remove(request.name)
+        else:
+            version = request.version if request.HasField("version") else run.committed_step
+            run.kept_versions.publish(request.name, version, run.committed_step)
+        run.changes.touch()
+        await self._state.save(run)
+        return coordinator_pb2.PublishVersionResponse(version=version)
 
     async def ListServers(
         self, request: coordinator_pb2.ListServersRequest, call: Call

@@ -38,7 +38,8 @@ CREATE TABLE servers (
 CREATE TABLE runs (
     run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
     last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL,
-    parallel_plan BLOB, created_by TEXT NOT NULL, created_on TEXT NOT NULL, ended_step INTEGER
+    parallel_plan BLOB, created_by TEXT NOT NULL, created_on TEXT NOT NULL, ended_step INTEGER,
+    published TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE members (
     run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
@@ -88,6 +89,7 @@ _UPGRADES = {
     18: "ALTER TABLE runs ADD COLUMN created_by TEXT NOT NULL DEFAULT ''; "
     "ALTER TABLE runs ADD COLUMN created_on TEXT NOT NULL DEFAULT ''; ALTER TABLE runs ADD COLUMN ended_step INTEGER; "
     f"{_EVENTS}",
+    19: "ALTER TABLE runs ADD COLUMN published TEXT NOT NULL DEFAULT '';",
 }
 """Statements that bring a file of an older schema version to the next version."""
 

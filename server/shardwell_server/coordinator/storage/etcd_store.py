@@ -59,6 +59,10 @@ class Leader:
     """Id of its lease. Its end ends the leadership."""
 
 
+_READABLE_SCHEMAS = (19, SCHEMA_VERSION)
+"""Schema 20 appends columns to the rows of schema 19, so this version reads both, and writes schema 20."""
+
+
 def find_leader(etcd: EtcdClient, prefix: str) -> Leader | None:
     """Returns the coordinator that leads. None: no coordinator does."""
     found = etcd.get(_leader_key(prefix))
@@ -82,7 +86,7 @@ def try_to_lead(etcd: EtcdClient, prefix: str, address: str, lease_s: int) -> Et
         ConflictError: The tables have another schema version.
     """
     found_schema = etcd.get(_key(prefix, "schema"))
-    if found_schema is not None and int(found_schema.value) != SCHEMA_VERSION:
+    if found_schema is not None and int(found_schema.value) not in _READABLE_SCHEMAS:
         raise ConflictError(
             f"{etcd.name}{prefix} has schema version {int(found_schema.value)}, expected {SCHEMA_VERSION}: "
             "use the version of Shardwell that wrote it, or another prefix in --state"

@@ -29,10 +29,10 @@ class Row:
         """Returns the record that ``to_row`` was called on.
 
         Args:
-            row: The values of the columns.
+            row: The values of the columns. A row of an older schema may lack the last ones, which get their defaults.
             other: Values of the keyword-only fields.
         """
-        pairs = zip(_columns(cls), row, strict=True)
+        pairs = zip(_columns(cls), row, strict=len(row) > len(_columns(cls)))
         values = (_FROM_COLUMN.get(str(column.type), _same)(value) for column, value in pairs)
         return cls(*values, **other)
 
@@ -148,6 +148,8 @@ class RunRecord(Row):
     """Host of that trainer. Empty: not known."""
     ended_step: int | None = None
     """Number of committed steps at which a trainer's loop has ended. None: not known."""
+    published: str = ""
+    """Published versions by name. JSON. Empty: none."""
     members: tuple[MemberRecord, ...] = field(default=(), kw_only=True)
     ranks: tuple[RankRecord, ...] = field(default=(), kw_only=True)
     addresses: tuple[AddressRecord, ...] = field(default=(), kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwell_wire.errors import UnavailableError
 
-SCHEMA_VERSION = 19
+SCHEMA_VERSION = 20
 """Version of the tables and their rows."""
 
 KEYS: dict[str, tuple[str, ...]] = {

@@ -37,11 +37,11 @@ def shard_need_bytes(
 ) -> int:
     """Returns the memory that a shard needs for parameters, optimizer state, contributions and their mean.
 
-    A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version. In an
-    asynchronous run, a shard needs memory for the versions that work items read besides the newest.
+    A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version. Older
+    versions, which readers or the work items of an asynchronous run read, need memory too.
     """
     if holds_buffers:
-        return 2 * shard_bytes
+        return shard_bytes * (2 + held_versions)
     mean = 1 if max_contributions > 1 else 0
     return shard_bytes * (1 + _OPTIMIZER_STATES + max_contributions + mean + held_versions)
 
@@ -231,7 +231,7 @@ class Memory:
             shard_bytes: Size of the shard.
             max_contributions: Number of contributions to one step.
             holds_buffers: True for a shard of buffers.
-            held_versions: Number of versions besides the newest that work items may read.
+            held_versions: Number of versions besides the newest that readers and work items may read.
 
         Raises:
             CapacityError: The shard does not fit; nothing changed.

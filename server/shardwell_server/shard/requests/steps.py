@@ -200,7 +200,8 @@ async def update(run: HostedRun, request: shard_pb2.UpdateRequest) -> shard_pb2.
         shard.check_update(asked)
     if run.rank_versions is not None:
         run.rank_versions.update(request.rank_versions)
-        _release_held(run)
+    run.kept_versions = frozenset(request.kept_versions)
+    _release_held(run)
     fault_points.reach("server.update.before", step=step)
     left = deque((*waiting, *in_order(_able_backups(run, asked))))
     run.joint_updates.begin_step()
@@ -230,10 +231,15 @@ def _may_change(run: HostedRun, shard: UnitShard, version: int) -> bool:
 
 
 def _is_read(run: HostedRun, shard: UnitShard, version: int) -> bool:
-    """True if work items of an asynchronous run still read a version. Items read primaries only."""
-    return (
-        run.rank_versions is not None and shard.role is Role.PRIMARY and version in run.rank_versions.needed(shard.dp)
-    )
+    """True if a version must stay readable after the next one exists."""
+    return version in run.kept_versions or version in _read_by_items(run, shard)
+
+
+def _read_by_items(run: HostedRun, shard: UnitShard) -> Set[int]:
+    """Returns the versions that work items of an asynchronous run read of a primary that holds parameters."""
+    if run.rank_versions is None or shard.role is not Role.PRIMARY or shard.layout.holds_buffers:
+        return frozenset()
+    return run.rank_versions.needed(shard.dp)
 
 
 def _allocate_held(run: HostedRun, step: int, ranks: Set[int]) -> None:
@@ -255,10 +261,11 @@ def _allocate_held(run: HostedRun, step: int, ranks: Set[int]) -> None:
 
 
 def _release_held(run: HostedRun) -> None:
-    """Releases the versions of an asynchronous run that no work item reads."""
-    assert run.rank_versions is not None
-    for shard in run.published:
-        shard.values.held.keep(run.rank_versions.needed(shard.dp))
+    """Releases older versions that are not kept for readers, and that no work item of an asynchronous run reads."""
+    if run.rank_versions is None and not run.kept_versions:
+        return
+    for shard in (*run.published, *run.backups):
+        shard.values.held.keep(run.kept_versions | _read_by_items(run, shard))
 
 
 def _able_backups(run: HostedRun, asked: StepUpdate) -> list[UnitShard]:

@@ -166,6 +166,7 @@ def encode_spec(spec: ShardSpec) -> dict[str, Any]:
         "unit": base64.b64encode(spec.layout.to_proto().SerializeToString(deterministic=True)).decode(),
         "reduction_groups": spec.reduction_groups,
         "asynchronous": spec.asynchronous,
+        "keep_versions": spec.keep_versions,
         **{name: getattr(spec, name) for name in _NUMBERS},
     }
 
@@ -190,6 +191,7 @@ def decode(data: bytes) -> ShardDescription:
         layout=layout,
         reduction_groups=tuple(content["reduction_groups"]),
         asynchronous=content["asynchronous"],
+        keep_versions=content.get("keep_versions", 0),  # a file of an older version has none
         **numbers,
     )
     fields = {name: content[name] for name in _FIELDS}

@@ -73,6 +73,8 @@ class HostedRun:
         self.fences = Fences()
         self.rank_versions: RankVersions | None = None
         """The versions that work items read, in an asynchronous run. None: all ranks read the version of the step."""
+        self.kept_versions: frozenset[int] = frozenset()
+        """Older versions that readers can read, as the last update named them."""
         self.prepared: PreparedStep | None = None
         """The step that is prepared or is being prepared. It accepts no more gradients."""
         self.expected_optimizer: common_pb2.OptimizerStep | None = None

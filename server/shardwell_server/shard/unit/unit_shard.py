@@ -282,13 +282,12 @@ class UnitShard:
         """Makes the next version from the version of the step and the mean gradient.
 
         After an error, the same call finishes the update. Until then, neither version can be read. If ``hold`` is True,
-        the version of the step stays readable, because a work item reads it.
+        the version of the step stays readable, because readers or a work item may read it.
         """
         await self.prepare_update(update)
         self.encoded.supersede()
         self.reader_copies.supersede()
         changes = self.changes_values(update)
-        hold = hold and not self.layout.holds_buffers
         async with self.values.becoming(update.step + 1, changes=changes, hold=hold):
             await self.gradient.compute(partial(self.compute_update, update))
         if update.runs_on_trainers:

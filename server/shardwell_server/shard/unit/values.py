@@ -1,7 +1,7 @@
 """The values of one shard: its readable versions, their readers, and updates in place.
 
-Older versions stay readable as snapshots, which can be evicted. In an asynchronous run, versions that work items still
-read are held, and each data rank has a version that its item reads.
+Older versions stay readable as snapshots, which can be evicted. Versions that the run keeps for readers, and in an
+asynchronous run those that work items still read, are held. Each data rank then has a version that its item reads.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Values:
         self._snapshots = Snapshots(what, unit, memory)
         """Older versions with readers."""
         self.held = HeldVersions(what, unit, memory, held_count, self._snapshots)
-        """Older versions that work items of an asynchronous run still read."""
+        """Older versions that are kept for readers, or that work items of an asynchronous run still read."""
         self._updating = False
         self._becoming: int | None = None
         """Version that a started update is making in place."""
@@ -483,7 +483,7 @@ class Snapshots:
 
 
 class HeldVersions:
-    """Versions of one shard that stay readable until the last work item that reads them is committed.
+    """Versions of one shard that stay readable until the run keeps them no more, and no work item reads them.
 
     They use the shard's reservation and are never evicted, unlike snapshots. Used on the event loop.
 
@@ -492,7 +492,7 @@ class HeldVersions:
         unit: Name of the unit, for errors.
         memory: The server's memory.
         count: Number of versions that the shard's reservation covers.
-        snapshots: Takes versions that have other readers than work items.
+        snapshots: Takes versions that still have readers when they are no longer held.
     """
 
     def __init__(self, what: str, unit: str, memory: Memory, count: int, snapshots: Snapshots) -> None:
@@ -535,8 +535,8 @@ class HeldVersions:
             self._release(
                 version,
                 VersionGoneError(
-                    f"version {version} of {self._what} is no longer held: the work items that read it are committed "
-                    "or have been restarted from a later version",
+                    f"version {version} of {self._what} is no longer held: the run keeps later versions, and no work "
+                    "item reads it",
                     unit=self._unit,
                     version=version,
                 ),

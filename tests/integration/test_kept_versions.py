@@ -1,0 +1,144 @@
+"""Readers of versions that a run keeps: ``join(keep_versions=...)``, ``publish`` and digests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell.command.cli import main
+from shardwell_wire.errors import CapacityError, NotFoundError, RunMismatchError, VersionGoneError
+from tests.support.background_training import BackgroundTraining
+from tests.support.cluster import wait_in_sync
+
+KEPT = 3
+
+
+class Model(nn.Module):
+    """A model with statistics, a tied parameter and a part that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(120, 120, bias=False), nn.Linear(120, 120)
+        self.leave.weight = self.enter.weight
+        self.frozen, self.norm = nn.Linear(120, 120).requires_grad_(False), nn.BatchNorm1d(120)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.norm(self.frozen(self.enter(x))))
+
+
+class Training(BackgroundTraining):
+    """A run that trains the model."""
+
+    model, units, width = Model, {nn.BatchNorm1d}, 120
+
+    def digest(self, version: int) -> str:
+        return shardwell.weights_digest(self.states[version])
+
+
+def assert_version(reader: shardwell.Reader, training: Training, version: int, name: int | str | None = None) -> None:
+    """Asserts that a version is read as it was trained."""
+    with reader.pin(version if name is None else name) as pinned:
+        assert pinned.version == version
+        found = dict(pinned.values())
+        assert found and all(torch.equal(value, training.states[version][key]) for key, value in found.items())
+    assert reader.digest(version if name is None else name) == training.digest(version)
+
+
+@pytest.mark.parametrize("backups", [0, 1])
+def test_kept_versions_are_read_while_training_goes_on(cluster: shardwell.LocalCluster, backups: int) -> None:
+    training = Training(cluster.address, keep_versions=KEPT, backups=backups)
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        training.wait_for(KEPT + 2)
+        newest = training.pause()
+        for version in range(newest - KEPT, newest + 1):
+            assert_version(reader, training, version)
+        with pytest.raises(VersionGoneError, match="is no longer available") as caught, reader.pin(newest - KEPT - 1):
+            pass
+        assert caught.value.data["kept"] == ", ".join(map(str, range(newest - KEPT, newest)))
+        training.resume()
+        training.wait_for(newest + KEPT)
+        with pytest.raises(VersionGoneError), reader.pin(newest - KEPT):
+            pass
+
+
+def test_published_version_stays_and_its_name_is_read(
+    cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(cluster.address, keep_versions=KEPT)
+    command = ["--address", cluster.address]
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        training.wait_for(KEPT)
+        published = training.pause() - 1
+        assert main(["publish", training.run, "eval", "--version", str(published), *command]) == 0
+        training.resume()
+        training.wait_for(published + 3 * KEPT)
+        assert_version(reader, training, published, "eval")
+        newest = training.pause()
+        for version in (newest - KEPT + 1, newest):
+            assert_version(reader, training, version)
+        capsys.readouterr()
+        assert main(["digest", training.run, "--version", "eval", *command]) == 0
+        assert capsys.readouterr().out == f"{training.digest(published)}  {training.run} version {published}\n"
+        assert main(["publish", training.run, *command]) == 0
+        kept = f"{published}, {newest - 2}, {newest - 1}"
+        assert capsys.readouterr().out == (
+            f"run '{training.run}': newest version {newest}\nkept: {kept}\neval: version {published}\n"
+        )
+        assert main(["publish", training.run, "eval", "--remove", *command]) == 0
+        training.resume()
+        with pytest.raises(NotFoundError, match="has no version 'eval'"), reader.pin("eval"):
+            pass
+        training.wait_for(newest + 2)
+        with pytest.raises(VersionGoneError), reader.pin(published):
+            pass
+
+
+def test_readers_agree_on_a_version_that_is_not_committed_yet(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address, keep_versions=200)
+    with (
+        training.in_background(),
+        shardwell.attach(cluster.address, training.run) as one,
+        shardwell.attach(cluster.address, training.run) as other,
+    ):
+        agreed = one.version + 2
+        assert one.digest(agreed) == other.digest(agreed)
+        with one.pin(at_least=agreed + 1) as pinned:
+            assert pinned.version > agreed
+        training.wait_for(agreed)
+        assert one.digest(agreed) == training.digest(agreed)
+
+
+def test_promoted_backup_has_the_kept_versions() -> None:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        training = Training(cluster.address, keep_versions=KEPT, backups=1)
+        with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+            wait_in_sync(cluster.address, training.run)
+            training.wait_for(training.step + KEPT + 1)
+            newest = training.pause()
+            cluster.shards[0].kill()
+            for version in range(newest - KEPT, newest + 1):
+                assert_version(reader, training, version)
+            training.resume()
+
+
+def test_server_without_memory_for_the_versions_refuses_the_run() -> None:
+    with shardwell.LocalCluster(num_shards=1, memory_budget=24 << 20) as cluster:
+        model = nn.Linear(1000, 1000)
+        with (
+            shardwell.join(cluster.address, run="many", keep_versions=20) as session,
+            pytest.raises(CapacityError, match="20 older versions"),
+        ):
+            shardwell.auto_wrap(model, session)
+            model(torch.zeros(1, 1000))
+
+
+def test_trainers_agree_on_the_number_of_kept_versions(cluster: shardwell.LocalCluster) -> None:
+    world, run = shardwell.World(dp=2), "agree"
+    with (
+        shardwell.join(cluster.address, run=run, world=world, min_trainers=1, keep_versions=1) as session,
+        pytest.raises(RunMismatchError, match="keep_versions=1, but this trainer asks for keep_versions=2"),
+    ):
+        shardwell.join(cluster.address, run=run, world=world, min_trainers=1, keep_versions=2)
+    assert session.run == run

@@ -1,0 +1,78 @@
+"""Which versions a run keeps besides the newest, and what their names cost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwell_server.coordinator.kept_versions import KeptVersions
+from shardwell_wire.errors import CapacityError, InvalidRequestError, NotFoundError, VersionGoneError
+
+
+def kept(limit: int, **names: int) -> KeptVersions:
+    found = KeptVersions("r", limit)
+    found.restore(json.dumps(names))
+    return found
+
+
+@pytest.mark.parametrize(
+    "limit, names, newest, expected",
+    [
+        (0, {}, 5, []),
+        (2, {}, 0, []),
+        (2, {}, 1, [0]),
+        (2, {}, 5, [3, 4]),
+        (3, {"a": 1}, 9, [1, 7, 8]),
+        (3, {"a": 1, "b": 1}, 9, [1, 7, 8]),
+        (3, {"a": 8}, 9, [6, 7, 8]),
+        (2, {"a": 1, "b": 4}, 9, [1, 4]),
+        (2, {"a": 9}, 9, [7, 8]),
+    ],
+)
+def test_newest_and_published_versions_share_the_memory(
+    limit: int, names: dict[str, int], newest: int, expected: list[int]
+) -> None:
+    assert kept(limit, **names).before(newest) == expected
+
+
+def test_published_version_stays_kept_from_the_next_update_on() -> None:
+    versions = kept(3)
+    oldest = versions.before(20)[0]
+    versions.publish("a", oldest, 20)
+    assert all(oldest in versions.before(newest) for newest in range(20, 60))
+    assert versions.remove("a") == oldest
+    assert versions.before(60) == [57, 58, 59]
+
+
+def test_version_that_is_gone_is_not_published() -> None:
+    with pytest.raises(VersionGoneError, match="at version 9, and it keeps 7, 8: version 3 is no longer") as caught:
+        kept(2).publish("a", 3, 9)
+    assert caught.value.data["kept"] == "7, 8"
+
+
+def test_no_more_versions_are_published_than_are_kept() -> None:
+    versions = kept(2, a=3, b=5)
+    with pytest.raises(CapacityError, match=r"keeps 2 older versions, and all are published: 'a', 'b'"):
+        versions.publish("c", 9, 9)
+    versions.publish("c", 5, 9)  # the same version under another name takes no memory
+    versions.remove("b")
+    versions.remove("c")
+    versions.publish("c", 9, 9)
+    assert versions.names == {"a": 3, "c": 9}
+
+
+def test_run_that_keeps_nothing_publishes_nothing() -> None:
+    with pytest.raises(CapacityError, match=r"keeps 0 older versions: create the run with join\(keep_versions=1\)"):
+        kept(0).publish("a", 9, 9)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb"])
+def test_unusable_names_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="expected 1 to 200 printable characters"):
+        kept(2).publish(name, 9, 9)
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(NotFoundError, match="no version 'x'; published versions: 'a', 'b'"):
+        kept(2, b=1, a=2).find("x")
