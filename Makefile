@@ -30,7 +30,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test
+.PHONY: help install docs demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test ray-test trackers-test
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +40,7 @@ install: $(INSTALLED)  ## Create .venv with all dependencies
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (PyTorch is large: minutes on the first run)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[demo,dev]'
+	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[demo,dev,docs]'
 	@touch $@
 
 demo: install  ## Train a small GPT with 2 trainers and 2 shard servers (2 to 4 minutes on 2 cores, installation included); DEMO_OPTIONS=--kill kills some
@@ -66,6 +66,9 @@ lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m pytest -q tests/unit/test_structure.py
+
+docs: install  ## Build the documentation as a site in build/docs; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint-protos:  ## Check the .proto files with buf (needs npm; not part of lint)
 	@cd protos && npx --yes $(BUF) lint
@@ -164,6 +167,14 @@ $(LOCK_INSTALLED): Makefile
 helm-test: install  ## Render the Helm chart and check it against the schemas of Kubernetes (100 MB of packages)
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[helm]'
 	@$(BIN)/pytest -m helm tests/helm
+
+ray-test: install  ## Train in tasks of Ray, and kill one of its workers (70 MB of packages)
+	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[ray]'
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m ray tests/integration/test_ray.py
+
+trackers-test: install  ## Run the code of docs/experiment-trackers.md with TensorBoard and Weights & Biases
+	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[trackers]'
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m trackers tests/integration/test_experiment_trackers.py
 
 slurm-test: install  ## Train on a Slurm of this machine, whose jobs are preempted (needs root and Debian's Slurm; 4 minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -s -m slurm tests/slurm

@@ -1,7 +1,7 @@
 """Options of ``shardwell.join``, from arguments, ``SHARDWELL_*`` variables and the launcher of the process.
 
 The fields of three dataclasses have the name of each option, its type, from which its variable follows, its default,
-and what it excludes. ``docs/running.md`` and the arguments of ``join`` are compared with them.
+and what it excludes. ``docs/join-options.md`` and the arguments of ``join`` are compared with them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ OWNERS: dict[str, type] = {"session": shardwell.Session, "step": shardwell.Step,
 """Classes of the objects that texts name, such as ``session.steps()``."""
 LONGEST_CALL = 400
 OF_OTHER_PROGRAMS = {
-    *("--build", "--build-arg", "--env", "--profile", "--rm", "--scale", "--volumes"),  # docker
+    *("--build", "--build-arg", "--env", "--profile", "--rm", "--scale", "--shm-size", "--volumes"),  # docker
     *("--constraint", "--extra-index-url", "--wheel", "--its-own"),  # pip, and a script's options in an example
     *("--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint"),  # torchrun
     *("--rdzv-id", "--kill"),

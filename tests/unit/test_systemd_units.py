@@ -14,7 +14,7 @@ from shardwell_server.cli import build_parser
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
-PAGE = (FOLDER.parents[1] / "docs/running.md").read_text().partition("### Hosts with systemd")[2].partition("\n## ")[0]
+PAGE = (FOLDER.parents[1] / "docs/by-hand.md").read_text().partition("## Hosts with systemd")[2].partition("\n## ")[0]
 
 
 def value_of(unit: Path, name: str) -> str:

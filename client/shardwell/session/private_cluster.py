@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _ADVICE = (
-    "start a cluster (`shardwell-server`, docs/running.md) and set SHARDWELL_ADDRESS to its coordinator's HOST:PORT"
+    "start a cluster (`shardwell-server`, docs/by-hand.md) and set SHARDWELL_ADDRESS to its coordinator's HOST:PORT"
 )
 
 

@@ -1,7 +1,7 @@
 """Key-value stores in which processes meet: the trainers of a replica, and the agents of torchrun.
 
 All stores are kept in memory only. A store of a replica ends with the replica's epoch: what its trainers agreed on is
-void when one of them is lost. A store of torchrun ends when nobody has used it for a while, see ``docs/running.md``.
+void when one of them is lost. A store of torchrun ends when nobody has used it for a while, see ``docs/one-host.md``.
 ``rpcs/rendezvous_rpcs.py`` decides which store a request may use.
 """
 

@@ -13,7 +13,7 @@ from shardwell_wire.errors import UsageError, WorldError
 from shardwell_wire.model.topology import World
 from tests.support.cluster import join_options
 
-RUNNING = Path(__file__).parents[3] / "docs" / "running.md"
+JOIN_OPTIONS = Path(__file__).parents[3] / "docs" / "join-options.md"
 
 ENVIRONMENT = {
     "SHARDWELL_ADDRESS": "host:1",
@@ -219,8 +219,8 @@ def test_task_of_srun_has_a_name_that_survives_a_requeue() -> None:
 
 
 def table_after(heading: str) -> list[list[str]]:
-    """Returns the rows of the table in docs/running.md whose header begins with a cell."""
-    after = RUNNING.read_text().partition(f"| {heading} |")[2].partition("\n\n")[0]
+    """Returns the rows of the table in docs/join-options.md whose header begins with a cell."""
+    after = JOIN_OPTIONS.read_text().partition(f"| {heading} |")[2].partition("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in after.splitlines()[2:]]
 
 
