@@ -9,7 +9,11 @@ authority=/etc/shardwell/authority servers=/etc/shardwell/servers
 shardwell-server certs "$authority" --host "$SHARDWELL_TLS_SERVER_NAME" "$@"
 for file in server-key.pem server.pem ca.pem; do
     cmp -s "$authority/$file" "$servers/$file" && continue
-    cp "$authority/$file" "$servers/.$file"
-    mv "$servers/.$file" "$servers/$file" # as a whole: servers may read the file now
+    new=$(mktemp "$servers/.new.XXXXXX")
+    cp "$authority/$file" "$new"
+    mv "$new" "$servers/$file" # as a whole: servers may read the file now
 done
-[ -s "$servers/key" ] || { od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$servers/.key" && mv "$servers/.key" "$servers/key"; }
+new=$(mktemp "$servers/.new.XXXXXX")
+od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$new"
+ln "$new" "$servers/key" 2> /dev/null || [ -s "$servers/key" ] # the first key stays, also if another container makes one now
+rm "$new"

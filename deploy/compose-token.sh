@@ -4,7 +4,8 @@
 set -eu
 umask 027
 servers=/etc/shardwell/servers trainers=/etc/shardwell/trainers
-cat "$servers/ca.pem" > "$trainers/.ca.pem" # cp would copy the mode
-shardwell token --role trainer --run "$SHARDWELL_RUN" --expires 7d > "$trainers/.token"
-mv "$trainers/.ca.pem" "$trainers/ca.pem"
-mv "$trainers/.token" "$trainers/token"
+new=$(mktemp -d "$trainers/.new.XXXXXX") # another container may make them at the same time
+cat "$servers/ca.pem" > "$new/ca.pem" # cp would copy the mode
+shardwell token --role trainer --run "$SHARDWELL_RUN" --expires 7d > "$new/token"
+mv "$new/ca.pem" "$new/token" "$trainers"
+rmdir "$new"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.shared_memory import open_file, open_folder, opened
+from shardwell_wire.host.variables import variables
 from shardwell_wire.security.credentials import (
     NO_CREDENTIALS,
     TOKEN_FILE_VARIABLE,
@@ -64,7 +65,7 @@ def find_credentials(address: str, token_file: str | None = None, tls: TlsOption
 def _from_environment() -> Credentials:
     if given := os.environ.get(TOKEN_VARIABLE):
         return token_credentials(given)
-    named = os.environ.get(TOKEN_FILE_VARIABLE)
+    named = variables().get(TOKEN_FILE_VARIABLE)
     return read_token_file(named) if named else NO_CREDENTIALS
 
 

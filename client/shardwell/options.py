@@ -7,7 +7,6 @@ and what it excludes. ``docs/join-options.md`` and the arguments of ``join`` are
 from __future__ import annotations
 
 import math
-import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -21,6 +20,7 @@ from shardwell_wire.checkpoints.opening import absolute
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError
+from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import check_name
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World, checked_groups
 from shardwell_wire.security.tls import TlsOptions
@@ -58,12 +58,12 @@ class _Options:
 
         Args:
             passed: Options whose constructor arguments take precedence.
-            environment: Variables to read. Default: ``os.environ``.
+            environment: Variables to read. Default: those of the process and of its configuration file.
 
         Raises:
             UsageError: A variable has an invalid value.
         """
-        values = read_environment(cls, os.environ if environment is None else environment)
+        values = read_environment(cls, variables() if environment is None else environment)
         if passed is not None:
             values |= {name: getattr(passed, name) for name in passed._passed}
         return cls(**values)
@@ -333,14 +333,14 @@ class JoinConfig:
 
         Args:
             explicit: Arguments by field name; None stands for an argument that was not passed.
-            environment: Variables to read. Default: ``os.environ``.
+            environment: Variables to read. Default: those of the process and of its configuration file.
 
         Raises:
             UsageError: A value is invalid.
             WorldError: The world is invalid, has fewer ranks than ``min_trainers``, or does not fit the reduction
                 groups.
         """
-        source = os.environ if environment is None else environment
+        source = variables() if environment is None else environment
         values = read_environment(cls, source)
         if axes := read_environment(World, source):
             values["world"] = World(**axes)

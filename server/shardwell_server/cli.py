@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from shardwell_wire.errors import ShardwellError, import_with_torch
+from shardwell_wire.host.variables import add_config_options, take_config_options
 
 _COMMANDS = {
     "coordinator": ("shardwell_server.coordinator.command", "add_parser"),
@@ -40,6 +41,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_config_options(parser)
     parser.add_argument("--version", action="version", version=f"shardwell-server {version('shardwell')}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, (module, add_parser) in _COMMANDS.items():
@@ -51,11 +53,12 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     given = sys.argv[1:] if argv is None else list(argv)
-    only = given[0] if given and given[0] in _COMMANDS else None
     try:
+        given = take_config_options(given)
+        only = given[0] if given and given[0] in _COMMANDS else None
         arguments = build_parser(only).parse_args(given)
         code: int = arguments.handler(arguments)
     except (ShardwellError, ValueError) as error:
-        print(f"shardwell-server {given[0]}: {error}", file=sys.stderr)
+        print(f"shardwell-server {''.join(given[:1])}: {error}", file=sys.stderr)
         return 1
     return code

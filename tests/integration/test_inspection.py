@@ -13,6 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,7 +244,21 @@ def test_deleting_a_live_run_needs_force(
     assert run_name not in show("runs")
 
 
-def test_report_command_shows_where_the_time_goes(show, cluster: shardwell.LocalCluster) -> None:
+def check_trace(events: list[dict[str, Any]]) -> None:
+    """Checks the trace of the steps of one trainer: parts follow each other and fill their step."""
+    names = {event["name"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"process_name": "run reported", "thread_name": "tester (ranks 0)"}
+    steps = [event for event in events if event.get("cat") == "step"]
+    assert steps and len(steps) <= 2
+    for step in steps:
+        stop = step["ts"] + step["dur"]
+        parts = [event for event in events if event.get("cat") == "part" and step["ts"] <= event["ts"] < stop]
+        assert sum(part["dur"] for part in parts) == pytest.approx(step["dur"])
+        assert "compute" in [part["name"] for part in parts] and abs(stop / 1e6 - time.time()) < 600
+        assert all(before["ts"] + before["dur"] <= after["ts"] + 1 for before, after in pairwise(parts))
+
+
+def test_report_command_shows_where_the_time_goes(show, cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
     with shardwell.join(cluster.address, run="reported", trainer="tester") as session:
         model = build_model()
         shardwell.fully_shard(model, session)
@@ -259,6 +276,8 @@ def test_report_command_shows_where_the_time_goes(show, cluster: shardwell.Local
         wait_until(lambda: "no step is measured" not in show("report", "reported"), "a heartbeat with a report")
         answer = json.loads(show("report", "reported", "--json", "--logged", "2"))
         output = show("report", "reported", "--logged", "2")
+        assert f": {tmp_path}/t.json, to be" in show("trace", "reported", "--steps", "2", "-o", f"{tmp_path}/t.json")
+    check_trace(json.loads((tmp_path / "t.json").read_text())["traceEvents"])
     (trainer,) = answer["trainers"]
     report = trainer["report"]
     assert report["step_s"] == pytest.approx(sum(report["part_s"].values()))

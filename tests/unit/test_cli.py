@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import shardwell
-from shardwell.command import cli
+from shardwell.command import cli, health_tables
 from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import DEGRADED, INTERRUPTED, UNREACHABLE
 from shardwell.command.cli import build_parser, main
@@ -112,9 +112,8 @@ def test_options_of_the_connection_are_a_group_of_their_own(capsys: pytest.Captu
 
 def complete(*words: str) -> list[str]:
     """Returns what bash offers for the last word."""
-    script = (
-        'source /dev/stdin <<< "$SCRIPT"; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _shardwell; echo "${COMPREPLY[*]}"'
-    )
+    script = 'source /dev/stdin <<< "$SCRIPT"; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _shtab_shardwell; '
+    script += 'echo "${COMPREPLY[*]}"'
     command = ["bash", "-c", script, "bash", *words]
     done = subprocess.run(command, env={"SCRIPT": bash_script()}, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -134,12 +133,16 @@ def test_completion_knows_all_commands_options_and_choices() -> None:
     assert complete("shardwell", "runs", "-o", "") == complete("shardwell", "runs", "--output", "")
     assert complete("shardwell", "runs", "-o", "") == ["table", "wide", "json"]
     assert complete("shardwell", "export", "gpt", "--format", "") == ["safetensors", "dcp"]
-    assert complete("shardwell", "run", "gp") == [], "the shell completes file names"
+    assert complete("shardwell", "run", "gp") == []
+    assert complete("shardwell", "export", "gpt", "/et") == ["/etc"], "arguments that are files"
 
 
-def test_completion_of_zsh_loads_the_script_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_of_zsh_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "zsh"]) == 0
-    assert capsys.readouterr().out == f"autoload -U +X bashcompinit && bashcompinit\n{bash_script()}"
+    script = capsys.readouterr().out
+    assert script.startswith("#compdef shardwell\n") and all(
+        f"    {name}:" in script for name in commands(build_parser())
+    )
 
 
 class Answers:
@@ -347,8 +350,8 @@ def answers() -> list[object]:
         tables.world(
             coordinator_pb2.DescribeWorldResponse(world=World(dp=64).to_proto(), world_size=64, rank_assignments=[rank])
         ),
-        tables.cluster(cluster, ADDRESS),
-        tables.top(described, cluster, coordinator_pb2.DescribePerformanceResponse()),
+        health_tables.cluster(cluster, ADDRESS),
+        health_tables.top(described, cluster, coordinator_pb2.DescribePerformanceResponse()),
     ]
 
 
@@ -364,7 +367,7 @@ def test_tables_fit_80_columns_and_break_no_name(index: int) -> None:
 def test_wide_tables_have_all_columns() -> None:
     server = coordinator_pb2.ServerSummary(server_id="shard-17", address=ADDRESS)
     response = coordinator_pb2.ListServersResponse(servers=[server])
-    headings = "SERVER ADDRESS STATE IN USE RESERVED BUDGET PRIMARIES BACKUPS SENT TO BACKUPS LAST HEARTBEAT"
+    headings = "SERVER ADDRESS STATE IN USE RESERVED BUDGET PRIMARIES BACKUPS SENT TO BACKUPS LAST HEARTBEAT VERSION"
     assert " ".join(text(tables.servers(response), 100_000).splitlines()[0].split()) == headings
     assert "SENT TO BACKUPS" not in text(tables.servers(response), 80)
     assert ADDRESS in text(tables.servers(response), 40), "a line is longer than a console that is too narrow"
@@ -382,17 +385,19 @@ def test_status_lists_all_problems_first() -> None:
             ),
         ],
     )
-    assert tables.is_degraded(response)
-    lines = text(tables.cluster(response, "a:1")).splitlines()
+    assert health_tables.is_degraded(response)
+    lines = text(health_tables.cluster(response, "a:1")).splitlines()
     assert lines[:3] == ["degraded", "  - server 's' has ended", "  - run 'a': 2 backups are missing"]
     assert "run 'b' waits: rank 0" in lines
     healthy = coordinator_pb2.DescribeClusterResponse(runs=[coordinator_pb2.RunHealth(summary=stalled)])
-    assert not tables.is_degraded(healthy) and text(tables.cluster(healthy, "a:1")).startswith("healthy\n")
+    assert not health_tables.is_degraded(healthy) and text(health_tables.cluster(healthy, "a:1")).startswith(
+        "healthy\n"
+    )
 
 
 def test_every_status_of_a_run_has_a_name() -> None:
     statuses = coordinator_pb2.RunStatus.values()
-    names = [str(tables._status(status)) for status in statuses]
+    names = [str(tables.status_text(status)) for status in statuses]
     assert names == ["unknown", "waiting", "loading", "running", "stalled", "idle", "finished"]
 
 

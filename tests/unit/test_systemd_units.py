@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from shutil import which
 
@@ -27,17 +28,19 @@ def test_both_servers_have_a_unit() -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_server_accepts_the_variables_of_its_unit(unit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_unit = dict(word.split("=") for word in value_of(unit, "Environment").split())
-    of_page = dict(re.findall(r"^(SHARDWELL_\w+)=(\S+)$", PAGE, re.MULTILINE))
-    assert "SHARDWELL_COORDINATOR" in of_page and "SHARDWELL_TOKEN_FILE" in of_page
-    for name, value in (of_page | of_unit).items():
+def test_server_accepts_the_options_of_its_unit(unit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_unit = dict(re.findall(r"(SHARDWELL_\w+)=(\S+)", unit.read_text()))
+    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    of_page = tomllib.loads(text)
+    assert of_unit["SHARDWELL_CONFIG"] in PAGE and of_page["coordinator"]
+    (tmp_path / "config.toml").write_text(text)
+    for name, value in (of_unit | {"SHARDWELL_CONFIG": str(tmp_path / "config.toml")}).items():
         monkeypatch.setenv(name, value)
     program, *arguments = value_of(unit, "ExecStart").split()
     assert program.endswith("/bin/shardwell-server")
     parsed = build_parser(arguments[0]).parse_args(arguments)
     assert parsed.state_dir.removeprefix("/var/lib/") == value_of(unit, "StateDirectory")
-    assert parsed.token_file == of_page["SHARDWELL_TOKEN_FILE"] and parsed.listen == of_unit["SHARDWELL_LISTEN"]
+    assert parsed.token_file == of_page["token_file"] and parsed.listen == of_unit["SHARDWELL_LISTEN"]
     assert float(value_of(unit, "TimeoutStopSec")) > 2 * float(getattr(parsed, "drain_s", 0))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, T
 from shardwell.find_credentials import find_credentials
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import DeadlineError, UnavailableError
+from shardwell_wire.host.variables import variables
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Credentials
 from shardwell_wire.security.tls import add_tls_arguments, has_tls_arguments, tls_options
 
@@ -97,7 +97,7 @@ def add_address_argument(parser: argparse.ArgumentParser, what: str) -> argparse
     group = parser.add_argument_group(_CONNECTION)
     group.add_argument(
         "--address",
-        default=os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051",
+        default=variables().get("SHARDWELL_ADDRESS") or "localhost:50051",
         metavar="HOST:PORT[,HOST:PORT...]",
         help=f"{what} (default: SHARDWELL_ADDRESS, else localhost:50051)",
     )

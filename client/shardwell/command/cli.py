@@ -7,10 +7,18 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shardwell.command import completion_command, inspect_commands, run_commands, token_command
+from shardwell.command import (
+    completion_command,
+    inspect_commands,
+    run_commands,
+    token_command,
+    trace_command,
+    upgrade_command,
+)
 from shardwell.command.arguments import INTERRUPTED, UNREACHABLE
 from shardwell.processes import launch
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, import_with_torch
+from shardwell_wire.host.variables import add_config_options, take_config_options
 
 _EPILOG = """\
 Train on this machine:             shardwell launch --num-trainers 2 --num-shards 2 train.py
@@ -24,6 +32,7 @@ Read a weight during training:     shardwell peek NAME blocks.0.mlp.0.weight
 Export weights during training:    shardwell export NAME FOLDER
 Which checkpoints are there?       shardwell checkpoints DIR; shardwell verify DIR
 Take a server out of a cluster:    shardwell drain SERVER --wait
+Restart servers one by one:        shardwell upgrade --restart-command "ssh {host} ..."
 
 exit codes:
   0    the command did what it says
@@ -74,11 +83,14 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_config_options(parser)
     parser.add_argument("--version", action="version", version=f"shardwell {version('shardwell')}")
     subparsers = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     launch.add_parser(subparsers)
     inspect_commands.add_parsers(subparsers)
     run_commands.add_parsers(subparsers)
+    upgrade_command.add_parser(subparsers)
+    trace_command.add_parser(subparsers)
     token_command.add_parser(subparsers)
     completion_command.add_parser(subparsers, build_parser)
     for name, (module, add_parser, help_line) in _WITH_TORCH.items():
@@ -93,10 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code, as its help lists them."""
     given = sys.argv[1:] if argv is None else list(argv)
     try:
+        given = take_config_options(given)
         arguments = build_parser(given[0] if given else "").parse_args(given)  # may import torch, for seconds
         code: int = arguments.handler(arguments)
     except ShardwellError as error:
-        print(f"shardwell {given[0]}: {error}", file=sys.stderr)
+        print(f"shardwell {''.join(given[:1])}: {error}", file=sys.stderr)
         return UNREACHABLE if isinstance(error, UnavailableError | DeadlineError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf.message import Message
 from rich.console import RenderableType
 
+from shardwell.command import health_tables
 from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import (
     DEGRADED,
@@ -103,8 +104,8 @@ def _describe_cluster(arguments: argparse.Namespace, coordinator: CoordinatorCli
 
 def _status(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     response = _describe_cluster(arguments, coordinator)
-    view = tables.cluster(response, coordinator.address)
-    return Answer((response,), view, exit_code=DEGRADED if tables.is_degraded(response) else 0)
+    view = health_tables.cluster(response, coordinator.address)
+    return Answer((response,), view, exit_code=DEGRADED if health_tables.is_degraded(response) else 0)
 
 
 def _top(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
@@ -114,7 +115,9 @@ def _top(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answe
     asked = coordinator_pb2.DescribePerformanceRequest(run=arguments.run)
     performance = coordinator.call("DescribePerformance", asked, timeout_s=arguments.timeout)
     found = {"run": run, "cluster": cluster, "performance": performance}
-    return Answer(({name: as_dict(each) for name, each in found.items()},), tables.top(run, cluster, performance))
+    return Answer(
+        ({name: as_dict(each) for name, each in found.items()},), health_tables.top(run, cluster, performance)
+    )
 
 
 def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
@@ -136,7 +139,7 @@ def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Ans
 
 def _report(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     request = coordinator_pb2.DescribePerformanceRequest(run=arguments.run, logged_count=arguments.logged)
-    return _answer(coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), tables.report)
+    return _answer(coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), health_tables.report)
 
 
 def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Iterator[Answer]:

@@ -1,4 +1,4 @@
-"""Renders responses of the coordinator and the shard servers as tables. Pure functions."""
+"""Renders responses of the coordinator and the shard servers as tables. Pure functions. See also ``health_tables``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from shardwell.tables import Listing, division_tables, format_seconds, format_si
 from shardwell_wire.model.topology import AXES, AXIS_NAMES, CONTEXT_AXES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
-_WORK_STATES = {
+WORK_STATES = {
     coordinator_pb2.WORK_STATE_VACANT: "vacant",
     coordinator_pb2.WORK_STATE_LEASED: "leased",
     coordinator_pb2.WORK_STATE_FINISHED: "finished",
 }
+"""Names of the states of work items."""
 
 _SERVER_STATES = {
     coordinator_pb2.SERVER_STATE_UNCONFIRMED: "unconfirmed",
@@ -71,28 +72,30 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
     for summary in response.runs:
         listing.add_row(
             summary.run,
-            _status(summary.status),
+            status_text(summary.status),
             str(summary.committed_step),
-            _step_time(summary),
+            step_time_text(summary),
             trainers_text(summary),
-            _ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
+            ago(summary.last_commit) if summary.HasField("last_commit") else "none yet",
             world_text(summary.config.world),
             str(summary.unit_count),
             format_size(summary.parameter_bytes),
-            _ago(summary.created) if summary.HasField("created") else "-",
+            ago(summary.created) if summary.HasField("created") else "-",
             creator(summary) or "-",
             summary.run_id,
         )
     return listing
 
 
-def _status(status: coordinator_pb2.RunStatus.ValueType) -> Text:
+def status_text(status: coordinator_pb2.RunStatus.ValueType) -> Text:
+    """Returns the status of a run, in its color."""
     name = coordinator_pb2.RunStatus.Name(status).removeprefix("RUN_STATUS_").lower()
     colors = {"running": "green", "stalled": "red", "waiting": "yellow", "loading": "yellow"}
     return Text("unknown" if name == "unspecified" else name, colors.get(name, ""))
 
 
-def _step_time(summary: coordinator_pb2.RunSummary) -> str:
+def step_time_text(summary: coordinator_pb2.RunSummary) -> str:
+    """Returns the median time of a step."""
     return format_seconds(summary.step_s) if summary.step_s else "-"
 
 
@@ -129,138 +132,14 @@ def run(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
     )
 
 
-def cluster(response: coordinator_pb2.DescribeClusterResponse, address: str) -> RenderableType:
-    """Renders ``shardwell status``."""
-    problems = [*response.problems, *(line for health in response.runs for line in _problems(health))]
-    live = sum(server.live for server in response.servers)
-    used, budget = (sum(getattr(server, name) for server in response.servers if server.live) for name in _MEMORY)
-    head = f"coordinator {address}: version {response.shardwell_version}, term {response.term}"
-    servers_line = (
-        f"servers: {live} of {len(response.servers)} live, {format_size(used)} of {format_size(budget)} in use"
-        if response.servers
-        else "servers: none"
-    )
-    return Group(
-        Text.assemble("degraded", style="red") if problems else Text("healthy", "green"),
-        *(Text(f"  - {line}", "red") for line in problems),
-        "",
-        head,
-        servers_line,
-        *([_short_servers(response.servers)] if response.servers else []),
-        "",
-        _healths(response.runs) if response.runs else "no runs",
-        *_waits(response.runs),
-    )
-
-
-_MEMORY = ("used_bytes", "budget_bytes")
-
-
-def _problems(health: coordinator_pb2.RunHealth) -> list[str]:
-    return [f"run {health.summary.run!r}: {line}" for line in health.problems]
-
-
-def _short_servers(servers: Sequence[coordinator_pb2.ServerSummary]) -> RenderableType:
-    listing = Listing("SERVER", "ADDRESS", "STATE", "IN USE", "BUDGET", "HEARTBEAT", optional=("HEARTBEAT", "BUDGET"))
-    for server in servers:
-        sizes = map(format_size, (server.used_bytes, server.budget_bytes))
-        listing.add_row(server.server_id, server.address, _server_state(server), *sizes, _silent(server.silent_s))
-    return listing
-
-
-def _healths(healths: Sequence[coordinator_pb2.RunHealth]) -> RenderableType:
-    listing = Listing(
-        *("RUN", "STATUS", "STEP", "STEP TIME", "TRAINERS", "BACKUPS", "LAST CHECKPOINT"),
-        optional=("STEP TIME", "LAST CHECKPOINT"),
-    )
-    for health in healths:
-        summary, saved = health.summary, health.checkpoints.last_saved
-        wanted, missing = summary.config.backups, summary.missing_backup_count
-        backups = Text(f"{missing} missing", "red") if missing else f"{wanted} of each" if wanted else "none"
-        checkpoint = f"step {saved.step}, {_ago(saved.ended)}" if health.checkpoints.HasField("last_saved") else "none"
-        listing.add_row(
-            summary.run,
-            _status(summary.status),
-            str(summary.committed_step),
-            _step_time(summary),
-            trainers_text(summary),
-            backups,
-            checkpoint,
-        )
-    return listing
-
-
-def _waits(healths: Sequence[coordinator_pb2.RunHealth]) -> list[str]:
-    """Returns what runs wait for that do not progress, one line each."""
-    waiting = (
-        coordinator_pb2.RUN_STATUS_WAITING,
-        coordinator_pb2.RUN_STATUS_STALLED,
-        coordinator_pb2.RUN_STATUS_LOADING,
-    )
-    lines = [
-        f"run {health.summary.run!r} waits: {line}"
-        for health in healths
-        if health.summary.status in waiting
-        for line in health.stall.waiting_for
-    ]
-    return ["", *lines] if lines else []
-
-
-def is_degraded(response: coordinator_pb2.DescribeClusterResponse) -> bool:
-    """Returns whether anything is wrong with the servers or the runs."""
-    return bool(response.problems or any(health.problems for health in response.runs))
-
-
-def top(
-    run: coordinator_pb2.DescribeRunResponse,
-    cluster: coordinator_pb2.DescribeClusterResponse,
-    performance: coordinator_pb2.DescribePerformanceResponse,
-) -> RenderableType:
-    """Renders ``shardwell top``."""
-    (health,), summary = cluster.runs, run.summary
-    rate = f" ({1 / summary.step_s:.3g} steps/s)" if summary.step_s else ""
-    rate += "".join(f", {each}" for each in _rates(performance))
-    norm = f", gradient norm {run.grad_norm:.6g}" if summary.HasField("last_commit") else ""
-    listing = Listing(
-        *("RANK", "TRAINER", "HOST", "STATE", "FOR", "PER STEP", "LONGEST PARTS", "SLOWEST TRANSPORT", "HEARTBEAT"),
-        optional=("HEARTBEAT", "HOST", "SLOWEST TRANSPORT"),
-    )
-    reports = {each.trainer: each.report for each in performance.trainers}
-    by_name = {trainer.trainer: trainer for trainer in run.trainers}
-    for work in run.work:
-        trainer = by_name.get(work.trainer, coordinator_pb2.TrainerSummary(host="-"))
-        leased = work.state == coordinator_pb2.WORK_STATE_LEASED
-        slowest = min(trainer.transports, key=lambda each: each.bytes_per_s, default=None)
-        listing.add_row(
-            str(work.item.global_rank),
-            work.trainer or "-",
-            trainer.host,
-            "computing" if leased else _WORK_STATES.get(work.state, "unknown"),
-            format_seconds(work.state_s),
-            *_steps_cells(reports.get(work.trainer, coordinator_pb2.StepReport()), 2)[1:],
-            f"{_transport_kind(slowest)} {format_size(round(slowest.bytes_per_s))}/s" if slowest else "-",
-            _silent(trainer.silent_s) if trainer.trainer else "-",
-        )
-    return Group(
-        Text.assemble(f"run {summary.run}: ", _status(summary.status), f", {health.stall.phase}"),
-        f"step {summary.committed_step}, {_step_time(summary)} per step{rate}{norm}",
-        f"{trainers_text(summary)} trainers, {summary.unit_count} units, {format_size(summary.parameter_bytes)}",
-        *(Text(f"  - {line}", "red") for line in (*cluster.problems, *health.problems)),
-        "",
-        listing,
-        "",
-        _short_servers(cluster.servers),
-    )
-
-
 def _trainers(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> RenderableType:
     table = Listing(
         *("TRAINER", "HOST", "RANKS", "EPOCH", "STATE", "LAST HEARTBEAT"), optional=("EPOCH",), wrapped=("RANKS",)
     )
     for trainer in trainers:
         state = "live" if trainer.live else Text("gone", "red")
-        ranks = _ranks(trainer.global_ranks) or "spare"
-        table.add_row(trainer.trainer, trainer.host, ranks, str(trainer.epoch), state, _silent(trainer.silent_s))
+        ranks = ranks_text(trainer.global_ranks) or "spare"
+        table.add_row(trainer.trainer, trainer.host, ranks, str(trainer.epoch), state, silent(trainer.silent_s))
     return table
 
 
@@ -269,13 +148,14 @@ def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[
     table = Listing("TRAINER", "SERVER", "TRANSPORT", "MEASURED SPEED")
     for trainer in trainers:
         for transport in trainer.transports:
-            kind = _transport_kind(transport)
+            kind = transport_kind(transport)
             rate = f"{format_size(round(transport.bytes_per_s))}/s" if transport.bytes_per_s else "-"
             table.add_row(trainer.trainer, transport.server_id or transport.address, kind, rate)
     return (table, "") if table.row_count else ()
 
 
-def _transport_kind(transport: coordinator_pb2.TransportReport) -> str:
+def transport_kind(transport: coordinator_pb2.TransportReport) -> str:
+    """Returns the name of a transport."""
     return common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
 
 
@@ -294,7 +174,7 @@ def _work(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
         optional=("EPOCH", "ATTEMPT"),
     )
     for entry in response.work:
-        item, state = entry.item, _WORK_STATES.get(entry.state, "unknown")
+        item, state = entry.item, WORK_STATES.get(entry.state, "unknown")
         numbers = (item.number, entry.version, newest - entry.version) if is_asynchronous else ()
         table.add_row(
             str(item.global_rank),
@@ -333,10 +213,10 @@ def checkpoint_lines(checkpoints: coordinator_pb2.CheckpointSummary) -> list[str
         )
     if checkpoints.HasField("last_saved"):
         at = checkpoints.last_saved
-        lines.append(f"    newest: step {at.step}, {_ago(at.ended)}, {at.url}")
+        lines.append(f"    newest: step {at.step}, {ago(at.ended)}, {at.url}")
     if checkpoints.HasField("last_failed"):
         at = checkpoints.last_failed
-        lines.append(f"    failed: step {at.step}, {_ago(at.ended)}: {at.error}")
+        lines.append(f"    failed: step {at.step}, {ago(at.ended)}: {at.error}")
     elif checkpoints.problem:
         lines.append(f"    cannot be saved: {checkpoints.problem}")
     if checkpoints.rollback_count:
@@ -358,7 +238,7 @@ def world(response: coordinator_pb2.DescribeWorldResponse) -> RenderableType:
     for summary in response.rank_assignments:
         at, rank_assignment = summary.rank_assignment.coordinates, summary.rank_assignment
         own = (getattr(at, f"{axis}_rank") for axis in axes)
-        groups = {AXIS_NAMES[group.axis]: _ranks(group.global_ranks) for group in rank_assignment.groups}
+        groups = {AXIS_NAMES[group.axis]: ranks_text(group.global_ranks) for group in rank_assignment.groups}
         table.add_row(
             str(at.global_rank),
             *map(str, own),
@@ -383,7 +263,7 @@ def _replicas(response: coordinator_pb2.DescribeWorldResponse) -> list[Renderabl
     table = Listing("DP RANKS", "EPOCH", "TRAINERS", "MISSING", wrapped=("DP RANKS", "TRAINERS", "MISSING"))
     for replica in response.replicas:
         table.add_row(
-            _ranks(replica.dp_ranks),
+            ranks_text(replica.dp_ranks),
             str(replica.replica_epoch),
             ", ".join(replica.trainers),
             ", ".join(replica.missing) or "-",
@@ -415,7 +295,7 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
         cells: tuple[str, ...] = (
             str(unit.unit_index),
             unit.unit,
-            *((_ranks(unit.pp_ranks), str(unit.tp_rank) if unit.HasField("tp_rank") else "all") if in_grid else ()),
+            *((ranks_text(unit.pp_ranks), str(unit.tp_rank) if unit.HasField("tp_rank") else "all") if in_grid else ()),
             str(unit.parameter_count),
             f"{unit.element_count:,}",
             format_size(unit.size_bytes),
@@ -452,28 +332,30 @@ def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
     return Group(*warnings, table, *reasons) if warnings or reasons else table
 
 
-def _server_state(server: coordinator_pb2.ServerSummary) -> Text:
+def server_state(server: coordinator_pb2.ServerSummary) -> Text:
+    """Returns the state of a shard server, in its color."""
     state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
     text = f"{state}, draining" if server.draining else state
     return Text(text, {"live": "", "live, draining": "yellow"}.get(text, "red"))
 
 
 def _server_table(response: coordinator_pb2.ListServersResponse) -> Listing:
-    headings = ("IN USE", "RESERVED", "BUDGET", "PRIMARIES", "BACKUPS", "SENT TO BACKUPS", "LAST HEARTBEAT")
+    headings = ("IN USE", "RESERVED", "BUDGET", "PRIMARIES", "BACKUPS", "SENT TO BACKUPS", "LAST HEARTBEAT", "VERSION")
     table = Listing(
         *("SERVER", "ADDRESS", "STATE", *headings),
-        optional=("SENT TO BACKUPS", "RESERVED", "LAST HEARTBEAT", "BUDGET", "BACKUPS", "PRIMARIES"),
+        optional=("VERSION", "SENT TO BACKUPS", "RESERVED", "LAST HEARTBEAT", "BUDGET", "BACKUPS", "PRIMARIES"),
     )
     for server in response.servers:
         table.add_row(
             server.server_id,
             server.address,
-            _server_state(server),
+            server_state(server),
             *map(format_size, (server.used_bytes, server.reserved_bytes, server.budget_bytes)),
             _shards(server.primary_count, server.primary_bytes),
             _shards(server.backup_count, server.backup_bytes),
             format_size(server.replicated_bytes) if server.replicated_bytes else "-",
-            _silent(server.silent_s),
+            silent(server.silent_s),
+            server.shardwell_version or "-",
         )
     return table
 
@@ -487,47 +369,6 @@ def stall(response: coordinator_pb2.ExplainStallResponse) -> RenderableType:
     head = f"step {response.step}: {response.phase}, for {duration(response.phase_s)}"
     lines = [f"  - {reason}" for reason in response.waiting_for] or ["  not waiting for anything"]
     return "\n".join([head, *lines])
-
-
-_SHOWN_SHARE = 0.01
-"""Parts of a step that take less are left out."""
-
-
-def report(response: coordinator_pb2.DescribePerformanceResponse) -> RenderableType:
-    """Renders ``shardwell report``."""
-    interval_s = response.commit_interval_s
-    head = [f"step {response.committed_step}"]
-    head += [f"{format_seconds(interval_s)} from commit to commit"] if interval_s else []
-    head += _rates(response)
-    wrapped = "SHARES OF THE TIME"
-    table = Listing("TRAINER", "RANKS", "STEPS", "PER STEP", wrapped, wrapped=[wrapped])
-    for trainer in response.trainers:
-        table.add_row(trainer.trainer, _ranks(trainer.global_ranks) or "spare", *_steps_cells(trainer.report))
-    advice: list[RenderableType] = [
-        Text.assemble((f"{trainer.trainer}: {each.severity}: ", "bold"), f"{each.finding}. {each.advice}")
-        for trainer in response.trainers
-        for each in trainer.report.bottlenecks
-    ]
-    logged = [
-        f"step {at.step}: " + ", ".join(f"{name} {value:.6g}" for name, value in sorted(at.means.items()))
-        for at in response.logged
-    ]
-    return Group(", ".join(head), table, *(["", *advice] if advice else []), *(["", *logged] if logged else []))
-
-
-def _rates(response: coordinator_pb2.DescribePerformanceResponse) -> list[str]:
-    """Returns what the trainers count per second."""
-    rates = ((response.tokens_per_s, "tokens/s"), (response.samples_per_s, "samples/s"))
-    return [f"{rate:,.1f} {what}" for rate, what in rates if rate]
-
-
-def _steps_cells(steps: coordinator_pb2.StepReport, count: int | None = None) -> tuple[str, str, str]:
-    """Returns the steps of a trainer's report, their duration, and the shares of the ``count`` longest parts."""
-    if not steps.step_s:
-        return "-", "-", "no step is measured yet"
-    shares = sorted(((seconds / steps.step_s, part) for part, seconds in steps.part_s.items()), reverse=True)[:count]
-    shown = ", ".join(f"{part.replace('_', ' ')} {share:.0%}" for share, part in shares if share >= _SHOWN_SHARE)
-    return f"{steps.first_step} to {steps.last_step}", format_seconds(steps.step_s), shown
 
 
 def event(message: coordinator_pb2.WatchEventsResponse) -> RenderableType:
@@ -559,13 +400,16 @@ def peek(parameter: str, pieces: Sequence[ParameterPiece]) -> RenderableType:
     return Group(f"{parameter}: {elements:,} elements, norm {norm:.5g}", table)
 
 
-def _ranks(global_ranks: Sequence[int]) -> str:
+def ranks_text(global_ranks: Sequence[int]) -> str:
+    """Returns logical ranks in one line."""
     return " ".join(map(str, global_ranks))
 
 
-def _silent(seconds: float) -> str:
+def silent(seconds: float) -> str:
+    """Returns how long ago a heartbeat came."""
     return f"{duration(seconds)} ago"
 
 
-def _ago(timestamp: Timestamp) -> str:
+def ago(timestamp: Timestamp) -> str:
+    """Returns how long ago a time was."""
     return f"{duration(max(0.0, time.time() - timestamp.ToMilliseconds() / 1000))} ago"

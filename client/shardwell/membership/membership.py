@@ -200,7 +200,9 @@ class Membership:
         end = partial(self._end, epoch=epoch)
         self._heartbeats = Heartbeats(
             self._coordinator,
-            coordinator_pb2.HeartbeatRequest(run=run, run_id=run_id, trainer=trainer, epoch=epoch),
+            coordinator_pb2.HeartbeatRequest(
+                run=run, run_id=run_id, trainer=trainer, epoch=epoch, protocol=own_versions()
+            ),
             self.reports,
             lease_s=lease_s,
             note_news=self._note_message,

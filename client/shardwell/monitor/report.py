@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.monitor.step_times import MonitoredSetup, StepPart, StepTimes
+from shardwell.monitor.step_times import TRACED_STEPS, MonitoredSetup, StepPart, StepTimes
 from shardwell.tables import format_seconds, format_size, report_table, report_text
 from shardwell.transport.base import ROUTES, RouteTotals
 from shardwell_wire.v1 import coordinator_pb2
@@ -160,6 +160,15 @@ class PerformanceReport:
             model_bytes=self.model_bytes,
             peak_gathered_bytes=self.peak_gathered_bytes,
             bottlenecks=[bottleneck.to_proto() for bottleneck in self.bottlenecks],
+            steps=[
+                coordinator_pb2.MeasuredStep(
+                    step=step.step,
+                    committed_s=step.committed_s,
+                    step_s=step.duration_s,
+                    part_s={part.value: seconds for part, seconds in step.parts.items() if seconds},
+                )
+                for step in self.steps[-TRACED_STEPS:]
+            ],
         )
 
     def __rich__(self) -> RenderableType:

@@ -63,6 +63,8 @@ class MonitoredSetup:
 REPORTED_STEPS, REPORT_EVERY_S = 32, 2.0
 """Most steps in the reports that heartbeats carry, and the shortest time between two of them."""
 
+TRACED_STEPS = 8
+"""Steps whose parts the reports of heartbeats carry one by one."""
 MAX_STEPS = 1024
 """Steps that the monitor remembers. A step takes about 3 KiB."""
 
@@ -153,6 +155,8 @@ class StepTimes:
     samples: int
     routes: Mapping[str, RouteTotals] = field(default_factory=dict)
     """What each route of gradients has carried, by its name. Routes without a gradient are left out."""
+    committed_s: float = 0.0
+    """End of the step: seconds since the epoch, by the clock of this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,7 @@ class _MeasuredStep:
     """What ``StepMonitor.add`` has measured."""
     tokens: int
     samples: int
+    committed_s: float
 
 
 class StepMonitor:
@@ -267,6 +272,7 @@ class StepMonitor:
                     self._added,
                     self._tokens,
                     self._samples,
+                    time.time(),
                 )
             )
         self._started_s, self._before = now, sample
@@ -300,6 +306,7 @@ class StepMonitor:
             tokens=measured.tokens,
             samples=measured.samples,
             routes=_routes(grown),
+            committed_s=measured.committed_s,
         )
 
     def _parts(self, measured: _MeasuredStep, grown: Mapping[str, float]) -> dict[StepPart, float]:

@@ -26,6 +26,7 @@ from shardwell.processes.local_cluster import LocalCluster, ServerProcess
 from shardwell_wire.connection.channel import check_address
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.server_folders import temporary_folder
+from shardwell_wire.host.variables import CONFIG_VARIABLE, CONTEXT_VARIABLE
 from shardwell_wire.model.topology import World
 from shardwell_wire.security.credentials import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from shardwell_wire.security.tls import TLS_VARIABLES
@@ -253,7 +254,14 @@ def _host_relay(arguments: argparse.Namespace) -> Iterator[None]:
         log_dir = Path(arguments.log_dir or folder)
         log_dir.mkdir(parents=True, exist_ok=True)
         command = ["relay", "--coordinator", arguments.coordinator, "--listen", "127.0.0.1:0", "--exit-with-parent"]
-        variables = (TOKEN_FILE_VARIABLE, *TLS_VARIABLES, "SHARDWELL_HOST", "SHARDWELL_SHM_DIR")
+        variables = (
+            TOKEN_FILE_VARIABLE,
+            *TLS_VARIABLES,
+            "SHARDWELL_HOST",
+            "SHARDWELL_SHM_DIR",
+            CONFIG_VARIABLE,
+            CONTEXT_VARIABLE,
+        )
         relay = ServerProcess("relay", command, log_dir / "relay.log", variables)
         try:
             relay.wait_ready(time.monotonic() + _RELAY_START_S)

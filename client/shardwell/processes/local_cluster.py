@@ -22,6 +22,7 @@ from shardwell_wire.checkpoints.opening import ROOT_VARIABLE
 from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, TemporaryFolder, remove_folders
 from shardwell_wire.host.shared_memory import open_file, opened
+from shardwell_wire.host.variables import variables
 from shardwell_wire.security.credentials import Credentials, new_key
 from shardwell_wire.security.tls import Tls, TlsOptions
 from shardwell_wire.security.tokens import ClusterKey
@@ -109,7 +110,7 @@ class LocalCluster:
         self._shard_options = _options(memory_budget=memory_budget, servers_on_host=num_shards, log_level=log_level)
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
         self._state_dir, self._log_dir, self._tls = state_dir, log_dir, tls
-        self._checkpoint_root = str(checkpoint_root or os.environ.get(ROOT_VARIABLE) or "any")
+        self._checkpoint_root = str(checkpoint_root or variables().get(ROOT_VARIABLE) or "any")
         self._metrics_options = [_METRICS_PORT, "0"] if metrics else []
         self._start_limit_s = start_limit_s
         self._temporary: TemporaryFolder | None = None

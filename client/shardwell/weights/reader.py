@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from shardwell.weights.weight_files import Rename, differences, listed
 from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
 from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.tls import TlsOptions
 
@@ -248,12 +248,12 @@ def attach(
         raise UsageError(f"attach(gather_dtype={gather_dtype!r}): expected one of {', '.join(GATHER_NAMES)}")
     if delta_cache_bytes < 0:
         raise UsageError(f"attach(delta_cache_bytes={delta_cache_bytes!r}): expected at least 0")
-    address = address or os.environ.get("SHARDWELL_ADDRESS") or "localhost:50051"
+    address = address or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
     coordinator = CoordinatorClient(address, find_credentials(address, token_file, tls))
     try:
         return Reader(
             coordinator,
-            run or os.environ.get("SHARDWELL_RUN") or "default",
+            run or variables().get("SHARDWELL_RUN") or "default",
             timeout_s,
             gather_dtype=gather_dtype,
             delta_cache_bytes=delta_cache_bytes,

@@ -37,6 +37,7 @@ from shardwell_wire.errors import (
     ShardwellError,
     UnavailableError,
 )
+from shardwell_wire.host.variables import variables
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -526,7 +527,7 @@ class _SpooledFile(OutputFile):
 
     def __init__(self, storage: ObjectStorage, path: str, size_bytes: int) -> None:
         self._storage, self._path, self._size_bytes = storage, path, size_bytes
-        folder = os.environ.get(SPOOL_VARIABLE) or tempfile.gettempdir()
+        folder = variables().get(SPOOL_VARIABLE) or tempfile.gettempdir()
         self._where = f"the spool file in {folder} (for {storage.where(path)}; {SPOOL_VARIABLE} names another folder)"
         with explained("write", self._where):
             descriptor, name = tempfile.mkstemp(prefix="shardwell-spool-", suffix=".safetensors", dir=folder)

@@ -2,7 +2,7 @@
 
 Processes of different versions of Shardwell work together while a cluster is updated, one process after the other. Each
 process states the range of versions that it speaks. The coordinator chooses the newest version that both speak. The
-version rises when a message changes its meaning; new fields and rpcs do not raise it.
+version rises when a message changes its meaning; new fields and rpcs do not raise it. See docs/upgrading.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def negotiate(offered: coordinator_pb2.ProtocolVersions, who: str) -> int:
     if agreed < max(oldest, OLDEST):
         raise ConflictError(
             f"{who} speaks protocol versions {oldest} to {newest}, but this coordinator speaks {OLDEST} to {NEWEST}: "
-            "update the older of the two. Update the coordinator first, then the shard servers, then the trainers",
+            "update the older of the two. Update the shard servers one by one, then the coordinator, then the trainers",
             oldest=oldest,
             newest=newest,
         )

@@ -28,6 +28,7 @@ from typing import Self
 import grpc
 
 from shardwell_wire.errors import ShardwellError, TlsError, UnavailableError, UsageError, from_rpc_error
+from shardwell_wire.host.variables import variables
 from shardwell_wire.security.secret_files import read_secret_file
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class TlsOptions:
         Raises:
             UsageError: A variable has an invalid value, or the authority is missing.
         """
-        found = os.environ if environment is None else environment
+        found = variables() if environment is None else environment
         if not any(found.get(name) for name in (CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE)):
             return None
         return cls(
@@ -455,4 +456,4 @@ def tls_options(arguments: argparse.Namespace) -> TlsOptions | None:
         UsageError: A value is invalid.
     """
     given = {variable: getattr(arguments, name) for name, variable in _OPTIONS.items() if getattr(arguments, name)}
-    return TlsOptions.from_env({**os.environ, **given})
+    return TlsOptions.from_env({**variables(), **given})

@@ -502,6 +502,8 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     REPLICATED_BYTES_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     INSECURE_FIELD_NUMBER: builtins.int
+    SHARDWELL_VERSION_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     epoch: builtins.int
@@ -516,9 +518,15 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
     """Random. The response proves that the coordinator has the cluster's key."""
     insecure: builtins.str
     """RegisterServerRequest.insecure."""
+    shardwell_version: builtins.str
+    """RegisterServerRequest.shardwell_version, for a coordinator that has restarted."""
     @property
     def run_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Ids of the runs with shards on the server."""
+
+    @property
+    def protocol(self) -> global___ProtocolVersions:
+        """RegisterServerRequest.protocol, for a coordinator that has restarted with another version."""
 
     def __init__(
         self,
@@ -531,8 +539,11 @@ class HeartbeatServerRequest(google.protobuf.message.Message):
         replicated_bytes: builtins.int = ...,
         nonce: builtins.bytes = ...,
         insecure: builtins.str = ...,
+        shardwell_version: builtins.str = ...,
+        protocol: global___ProtocolVersions | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "insecure", b"insecure", "nonce", b"nonce", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "used_bytes", b"used_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["protocol", b"protocol"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "insecure", b"insecure", "nonce", b"nonce", "protocol", b"protocol", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "run_ids", b"run_ids", "server_id", b"server_id", "shardwell_version", b"shardwell_version", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___HeartbeatServerRequest = HeartbeatServerRequest
 
@@ -1250,6 +1261,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     ENDED_STEP_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -1282,6 +1294,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def report(self) -> global___StepReport:
         """Where the time of the trainer's last steps went. Unset: no step is measured yet."""
 
+    @property
+    def protocol(self) -> global___ProtocolVersions:
+        """JoinRequest.protocol, for a coordinator that has restarted with another version."""
+
     def __init__(
         self,
         *,
@@ -1295,9 +1311,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         device: global___TrainerDevice | None = ...,
         ended_step: builtins.int | None = ...,
         report: global___StepReport | None = ...,
+        protocol: global___ProtocolVersions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress", "report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "report", b"report", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress", "protocol", b"protocol", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "protocol", b"protocol", "report", b"report", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device", b"_device"]) -> typing.Literal["device"] | None: ...
     @typing.overload
@@ -1340,6 +1357,7 @@ class StepReport(google.protobuf.message.Message):
     MODEL_BYTES_FIELD_NUMBER: builtins.int
     PEAK_GATHERED_BYTES_FIELD_NUMBER: builtins.int
     BOTTLENECKS_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
     first_step: builtins.int
     """The first measured step."""
     last_step: builtins.int
@@ -1362,6 +1380,10 @@ class StepReport(google.protobuf.message.Message):
     def bottlenecks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepBottleneck]:
         """What slows the steps down, the most severe first."""
 
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MeasuredStep]:
+        """The newest measured steps by themselves, oldest first."""
+
     def __init__(
         self,
         *,
@@ -1374,10 +1396,59 @@ class StepReport(google.protobuf.message.Message):
         model_bytes: builtins.int = ...,
         peak_gathered_bytes: builtins.int = ...,
         bottlenecks: collections.abc.Iterable[global___StepBottleneck] | None = ...,
+        steps: collections.abc.Iterable[global___MeasuredStep] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bottlenecks", b"bottlenecks", "first_step", b"first_step", "last_step", b"last_step", "model_bytes", b"model_bytes", "part_s", b"part_s", "peak_gathered_bytes", b"peak_gathered_bytes", "samples_per_s", b"samples_per_s", "step_s", b"step_s", "tokens_per_s", b"tokens_per_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bottlenecks", b"bottlenecks", "first_step", b"first_step", "last_step", b"last_step", "model_bytes", b"model_bytes", "part_s", b"part_s", "peak_gathered_bytes", b"peak_gathered_bytes", "samples_per_s", b"samples_per_s", "step_s", b"step_s", "steps", b"steps", "tokens_per_s", b"tokens_per_s"]) -> None: ...
 
 global___StepReport = StepReport
+
+@typing.final
+class MeasuredStep(google.protobuf.message.Message):
+    """Where the time of one step of a trainer went."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class PartSEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    STEP_FIELD_NUMBER: builtins.int
+    COMMITTED_S_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    PART_S_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the step."""
+    committed_s: builtins.float
+    """When the trainer knew that the step was committed: seconds since the epoch, by the clock of its host."""
+    step_s: builtins.float
+    """Duration of the step, which ends at that time."""
+    @property
+    def part_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Duration of each part, as in StepReport."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        committed_s: builtins.float = ...,
+        step_s: builtins.float = ...,
+        part_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed_s", b"committed_s", "part_s", b"part_s", "step", b"step", "step_s", b"step_s"]) -> None: ...
+
+global___MeasuredStep = MeasuredStep
 
 @typing.final
 class StepBottleneck(google.protobuf.message.Message):
@@ -4215,6 +4286,7 @@ class ServerSummary(google.protobuf.message.Message):
     INSECURE_FIELD_NUMBER: builtins.int
     UNREACHABLE_BECAUSE_FIELD_NUMBER: builtins.int
     OWNS_NOTHING_FIELD_NUMBER: builtins.int
+    SHARDWELL_VERSION_FIELD_NUMBER: builtins.int
     server_id: builtins.str
     """Id of the shard server."""
     address: builtins.str
@@ -4251,6 +4323,8 @@ class ServerSummary(google.protobuf.message.Message):
     """Why the coordinator's last attempt to reach the server failed. Empty: it did not fail."""
     owns_nothing: builtins.bool
     """Whether the server is a relay only. It never gets a shard."""
+    shardwell_version: builtins.str
+    """Version of the server's software. Empty: not known, because it has sent no heartbeat since the coordinator started."""
     def __init__(
         self,
         *,
@@ -4272,8 +4346,9 @@ class ServerSummary(google.protobuf.message.Message):
         insecure: builtins.str = ...,
         unreachable_because: builtins.str = ...,
         owns_nothing: builtins.bool = ...,
+        shardwell_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "owns_nothing", b"owns_nothing", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "silent_s", b"silent_s", "state", b"state", "unreachable_because", b"unreachable_because", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "backup_bytes", b"backup_bytes", "backup_count", b"backup_count", "budget_bytes", b"budget_bytes", "draining", b"draining", "epoch", b"epoch", "insecure", b"insecure", "live", b"live", "owns_nothing", b"owns_nothing", "primary_bytes", b"primary_bytes", "primary_count", b"primary_count", "replicated_bytes", b"replicated_bytes", "reserved_bytes", b"reserved_bytes", "server_id", b"server_id", "shardwell_version", b"shardwell_version", "silent_s", b"silent_s", "state", b"state", "unreachable_because", b"unreachable_because", "used_bytes", b"used_bytes"]) -> None: ...
 
 global___ServerSummary = ServerSummary
 

@@ -279,7 +279,8 @@ class CoordinatorServiceServicer(object):
     def HeartbeatServer(self, request, context):
         """Shard server: renews the lease.
 
-        ABORTED: stale epoch; register again.
+        ABORTED: stale epoch; register again. FAILED_PRECONDITION: the coordinator has restarted with a version that has no
+        protocol version in common with the server; the server stops, and leaves its copies for its next process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -323,7 +324,7 @@ class CoordinatorServiceServicer(object):
         """Trainer: renews the lease.
 
         ABORTED: the lease expired and the work was leased to another trainer. FAILED_PRECONDITION: a shard server has lost
-        shards of the run, which cannot continue.
+        shards of the run, which cannot continue; or the trainer has no protocol version in common with the coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

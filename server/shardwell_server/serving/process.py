@@ -37,6 +37,7 @@ from shardwell_server.serving.limits import RequestLimits, grpc_port
 from shardwell_server.serving.rpc import add_service, unary_rpcs
 from shardwell_wire.connection.channel import SERVER_OPTIONS, open_channel
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, remove_remains, remove_temporary_folders
+from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import is_host
 from shardwell_wire.security.credentials import NO_CREDENTIALS, TOKEN_FILE_VARIABLE, Credentials, read_token_file
 from shardwell_wire.security.tls import Tls, add_tls_arguments, tls_options, tls_problem
@@ -324,7 +325,7 @@ def run(main: Awaitable[_Result], *, log_level: str, log_format: str = "text", n
 
 def _remove_leftovers() -> None:
     """Removes the files of killed processes of this user, such as the parent or a sibling of this process."""
-    directory = Path(os.environ.get("SHARDWELL_SHM_DIR", DEFAULT_DIRECTORY))
+    directory = Path(variables().get("SHARDWELL_SHM_DIR", DEFAULT_DIRECTORY))
     with suppress(OSError):
         remove_remains(directory)
     with suppress(OSError):
@@ -359,7 +360,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        default=os.environ.get(TOKEN_FILE_VARIABLE, ""),
+        default=variables().get(TOKEN_FILE_VARIABLE, ""),
         help="file with the cluster's key or a token, for a server that requires one for health checks "
         f"({TOKEN_FILE_VARIABLE})",
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
-import os
 import re
 import socket
 from dataclasses import replace
@@ -20,6 +19,7 @@ from shardwell_server.serving.metrics import METRICS_PATH
 from shardwell_server.serving.process import Endpoint
 from shardwell_wire.checkpoints.opening import ROOT_OPTION, CheckpointRoots
 from shardwell_wire.errors import UsageError
+from shardwell_wire.host.variables import variables
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, read_key_file
 from shardwell_wire.security.tls import (
     CERT_VARIABLE,
@@ -61,7 +61,7 @@ def add_option(
         settings: Further arguments of ``add_argument``.
     """
     variable = _variable_of(name)
-    found = os.environ.get(variable, None if default is None or required else str(default))
+    found = variables().get(variable, None if default is None or required else str(default))
     note = variable if required else f"{variable}, default: {shown}"
     parser.add_argument(name, default=found, required=required and found is None, help=f"{what} ({note})", **settings)
 
@@ -69,7 +69,7 @@ def add_option(
 def add_switch(parser: argparse.ArgumentParser, name: str, what: str) -> None:
     """Adds an option that is on or off, and off unless its variable is 1."""
     variable = _variable_of(name)
-    is_on = os.environ.get(variable, "") == "1"
+    is_on = variables().get(variable, "") == "1"
     action = argparse.BooleanOptionalAction
     parser.add_argument(name, action=action, default=is_on, help=f"{what} ({variable}=1)")
 

@@ -37,15 +37,29 @@ async def test_rates_of_replicas_are_added_once(cluster: Harness) -> None:
     assert (await cluster.call("DescribePerformance", run="r")).tokens_per_s == 22.0, "the last report stays"
 
 
+def measured(part_s: dict[str, float]) -> coordinator_pb2.MeasuredStep:
+    return coordinator_pb2.MeasuredStep(step=1, part_s=part_s)
+
+
 @pytest.mark.parametrize(
     ("report", "error"),
     [
         (coordinator_pb2.StepReport(step_s=math.nan), "negative or not finite"),
         (coordinator_pb2.StepReport(part_s={"push": -1.0}), "negative or not finite"),
         (bottleneck(share=math.inf), "negative or not finite"),
-        (coordinator_pb2.StepReport(part_s={str(index): 1.0 for index in range(33)}), "33 parts and 0 bottlenecks"),
+        (
+            coordinator_pb2.StepReport(part_s={str(index): 1.0 for index in range(33)}),
+            "33 parts, 0 bott",
+        ),
         (bottleneck(finding="x" * 1001), "at most 1000 printable characters"),
         (bottleneck(advice="a\x1b[2J"), "at most 1000 printable characters"),
+        (
+            coordinator_pb2.StepReport(steps=[coordinator_pb2.MeasuredStep()] * 33),
+            "0 bottlenecks and 33 steps",
+        ),
+        (coordinator_pb2.StepReport(steps=[coordinator_pb2.MeasuredStep(committed_s=-1)]), "negative or not finite"),
+        (coordinator_pb2.StepReport(steps=[measured({"push": math.nan})]), "negative or not finite"),
+        (coordinator_pb2.StepReport(steps=[measured({"a\nb": 1.0})]), "at most 1000 printable characters"),
         (coordinator_pb2.StepReport(part_s={"a\nb": 1.0}), "at most 1000 printable characters"),
     ],
 )

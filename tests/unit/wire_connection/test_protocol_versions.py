@@ -54,6 +54,28 @@ async def test_process_without_a_common_version_is_rejected_and_told_what_to_upd
     assert not cluster.state.runs
 
 
+@pytest.mark.harness(num_shards=1)
+async def test_coordinator_that_has_restarted_with_other_versions_rejects_members_at_their_heartbeat(
+    cluster: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(iter(cluster.state.cluster.servers))
+    server = {"server_id": name, "epoch": cluster.state.cluster.servers[name].epoch, "shardwell_version": "1.2"}
+    joined = await cluster.try_join("a", config=config(World(dp=1)))
+    trainer = {"run": "r", "run_id": joined.run_id, "trainer": "a", "epoch": joined.epoch}
+    await cluster.call("HeartbeatServer", **server)  # an older process, which does not send its versions
+    await cluster.call("Heartbeat", **trainer, protocol=protocol_versions.own_versions())
+    listed = await cluster.call("ListServers")
+    assert [each.shardwell_version for each in listed.servers] == ["1.2"]
+    for name in ("OLDEST", "NEWEST"):
+        monkeypatch.setattr(protocol_versions, name, NEXT)
+    for rpc, member, request in (
+        ("HeartbeatServer", f"shard server {server['server_id']!r}", server),
+        ("Heartbeat", "trainer 'a'", trainer),
+    ):
+        with pytest.raises(ConflictError, match=f"{member} speaks protocol versions 1 to 1, but this coordinator"):
+            await cluster.call(rpc, **request, protocol=versions(1, 1))
+
+
 def test_version_of_a_coordinator_that_does_not_negotiate_is_the_first() -> None:
     protocol_versions.check_chosen(0, "c:1")
     with pytest.raises(ConflictError, match=f"the coordinator at c:1 chose protocol version {NEXT}"):

@@ -448,6 +448,7 @@ def list_servers(cluster: Cluster, runs: Iterable[Run], now: float) -> coordinat
                 backup_bytes=backup_bytes[server.server_id],
                 replicated_bytes=server.replicated_bytes,
                 insecure=server.insecure,
+                shardwell_version=server.shardwell_version,
             )
             for _, server in sorted(cluster.servers.items())
         ]

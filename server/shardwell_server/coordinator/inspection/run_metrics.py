@@ -17,6 +17,7 @@ from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.cluster import Cluster, Server
 from shardwell_server.coordinator.steps.step import WorkState
+from shardwell_server.coordinator.storage.records import CheckpointRecord
 from shardwell_server.serving.metrics import Samples, counter, gauge, histogram
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -24,6 +25,104 @@ _SERVER_STATES = {
     state: name.removeprefix("SERVER_STATE_").lower() for name, state in coordinator_pb2.ServerState.items() if state
 }
 _ITEM_STATES = ("vacant", "leased", "finished")
+
+
+def _shards(run: Run) -> int:
+    return sum(len(unit.shards) for unit in run.units)
+
+
+_OF_RUN: tuple[tuple[str, str, Callable[[Run], float]], ...] = (
+    (
+        "shardwell_run_committed_step",
+        "Committed steps, which is also the newest version. A rollback lowers it.",
+        lambda run: run.committed_step,
+    ),
+    (
+        "shardwell_run_last_commit_timestamp_seconds",
+        "Time of the last commit record; of the creation of the run before the first.",
+        lambda run: run.created if run.commits.last is None else run.commits.last.time,
+    ),
+    (
+        "shardwell_run_last_step_duration_seconds",
+        "Time between the last two commits; 0 before.",
+        lambda run: run.commits.durations.last_s,
+    ),
+    (
+        "shardwell_run_last_record_duration_seconds",
+        "Time in which the last commit record became durable; 0 after a restart.",
+        lambda run: run.commits.record_s,
+    ),
+    (
+        "shardwell_run_pending_updates",
+        "Servers that have not acknowledged the update of the last commit.",
+        lambda run: len(run.commits.pending_updates),
+    ),
+    ("shardwell_run_started", "1 if enough trainers have joined once.", lambda run: run.started),
+    (
+        "shardwell_run_ended",
+        "1 if a trainer's loop has ended and nothing was committed since.",
+        lambda run: run.started and run.ended,
+    ),
+    (
+        "shardwell_run_wanted_trainers",
+        "Logical ranks of the world. With fewer trainers, some compute several work items per step.",
+        lambda run: run.settings.world.size,
+    ),
+    ("shardwell_run_units", "Units of the run.", lambda run: len(run.units)),
+    (
+        "shardwell_run_parameter_bytes",
+        "Size of the units' flat vectors.",
+        lambda run: sum(unit.layout.size_bytes for unit in run.units),
+    ),
+    ("shardwell_run_shards", "Shards of the run.", _shards),
+    (
+        "shardwell_run_wanted_backups",
+        "Backups of shards that the run should have: its number of backups for each shard.",
+        lambda run: run.settings.backups * _shards(run),
+    ),
+    (
+        "shardwell_run_backups_in_sync",
+        "Backups of shards that get every step.",
+        lambda run: sum(backup.in_sync for unit in run.units for backup in unit.backups),
+    ),
+    (
+        "shardwell_run_relocations_total",
+        "Changes of the servers of shards since the run was created.",
+        lambda run: run.relocations.count,
+    ),
+    (
+        "shardwell_run_rollbacks_total",
+        "Times that the run went back to a checkpoint since it was created.",
+        lambda run: run.checkpoints.rollback_count,
+    ),
+    (
+        "shardwell_run_checkpoint_every_steps",
+        "Steps between two checkpoints as the run wants it; 0: only on request.",
+        lambda run: run.checkpoints.options.every_commits if run.checkpoints.options.directory else 0,
+    ),
+    (
+        "shardwell_run_checkpoint_failing",
+        "1 if the last attempt to save a checkpoint failed.",
+        lambda run: bool(run.checkpoints.problem),
+    ),
+    (
+        "shardwell_run_checkpoint_in_progress",
+        "1 while a checkpoint is being written.",
+        lambda run: run.checkpoints.in_flight is not None,
+    ),
+    (
+        "shardwell_run_loading",
+        "1 while the run is loaded from a checkpoint.",
+        lambda run: run.checkpoints.restore is not None,
+    ),
+)
+"""Metrics of each run: name, meaning and value. Those whose name ends in ``_total`` are counters."""
+_OF_CHECKPOINT: tuple[tuple[str, str, Callable[[CheckpointRecord], float]], ...] = (
+    ("step", "Step", lambda record: record.step),
+    ("timestamp_seconds", "Time", lambda record: record.time),
+    ("size_bytes", "Size", lambda record: record.size_bytes),
+)
+"""Metrics of the newest complete checkpoint of each run."""
 
 
 def coordinator_metrics(
@@ -41,66 +140,25 @@ def coordinator_metrics(
     yield gauge("shardwell_coordinator_term", "Number of starts of the coordinator with this state.", [(term,)])
     events_total = "Events since the start of the coordinator, as `shardwell events` shows them; run is empty for the "
     yield counter("shardwell_events_total", f"{events_total}cluster.", events.counts(runs), "run", "kind")
+    for name, text, value in _OF_RUN:
+        kind = counter if name.endswith("_total") else gauge
+        yield kind(name, text, [(run, value(state)) for run, state in runs.items()], "run")
+    for name, what, of_record in _OF_CHECKPOINT:
+        saved = ((run, state.checkpoints.saved) for run, state in runs.items())
+        samples = [(run, of_record(records[-1])) for run, records in saved if records]
+        text = f"{what} of the newest complete checkpoint; missing if there is none."
+        yield gauge(f"shardwell_run_checkpoint_{name}", text, samples, "run")
     yield from _steps(runs)
-    yield from _work(runs)
-    yield from _copies(runs)
-    yield from _checkpoints(runs)
     yield from _servers(runs, cluster, now)
 
 
-def _of(runs: Mapping[str, Run], value: Callable[[Run], float]) -> Samples:
-    return ((name, value(run)) for name, run in runs.items())
-
-
 def _steps(runs: Mapping[str, Run]) -> Iterator[Metric]:
-    yield gauge(
-        "shardwell_run_committed_step",
-        "Committed steps, which is also the newest version. A rollback lowers it.",
-        _of(runs, lambda run: run.committed_step),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_last_commit_timestamp_seconds",
-        "Time of the last commit record; of the creation of the run before the first.",
-        _of(runs, lambda run: run.created if run.commits.last is None else run.commits.last.time),
-        "run",
-    )
     yield histogram(
         "shardwell_run_step_duration_seconds",
         "Time from one commit to the next, with the time in which nobody trained.",
         ((name, run.commits.durations) for name, run in runs.items()),
         "run",
     )
-    yield gauge(
-        "shardwell_run_last_step_duration_seconds",
-        "Time between the last two commits; 0 before.",
-        _of(runs, lambda run: run.commits.durations.last_s),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_last_record_duration_seconds",
-        "Time in which the last commit record became durable; 0 after a restart.",
-        _of(runs, lambda run: run.commits.record_s),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_pending_updates",
-        "Servers that have not acknowledged the update of the last commit.",
-        _of(runs, lambda run: len(run.commits.pending_updates)),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_started", "1 if enough trainers have joined once.", _of(runs, lambda r: r.started), "run"
-    )
-    yield gauge(
-        "shardwell_run_ended",
-        "1 if a trainer's loop has ended and nothing was committed since.",
-        _of(runs, lambda run: run.started and run.ended),
-        "run",
-    )
-
-
-def _work(runs: Mapping[str, Run]) -> Iterator[Metric]:
     yield gauge(
         "shardwell_run_trainers",
         "Trainers with a valid lease (live), and with an expired one whose work nobody else has (expired).",
@@ -111,12 +169,6 @@ def _work(runs: Mapping[str, Run]) -> Iterator[Metric]:
         ),
         "run",
         "state",
-    )
-    yield gauge(
-        "shardwell_run_wanted_trainers",
-        "Logical ranks of the world. With fewer trainers, some compute several work items per step.",
-        _of(runs, lambda run: run.settings.world.size),
-        "run",
     )
     items: Counter[tuple[str, str]] = Counter()
     for name, run in runs.items():
@@ -129,90 +181,6 @@ def _work(runs: Mapping[str, Run]) -> Iterator[Metric]:
         ((name, state, items[name, state]) for name in runs for state in _ITEM_STATES),
         "run",
         "state",
-    )
-
-
-def _copies(runs: Mapping[str, Run]) -> Iterator[Metric]:
-    def shards(run: Run) -> int:
-        return sum(len(unit.shards) for unit in run.units)
-
-    yield gauge("shardwell_run_units", "Units of the run.", _of(runs, lambda run: len(run.units)), "run")
-    yield gauge(
-        "shardwell_run_parameter_bytes",
-        "Size of the units' flat vectors.",
-        _of(runs, lambda run: sum(unit.layout.size_bytes for unit in run.units)),
-        "run",
-    )
-    yield gauge("shardwell_run_shards", "Shards of the run.", _of(runs, shards), "run")
-    yield gauge(
-        "shardwell_run_wanted_backups",
-        "Backups of shards that the run should have: its number of backups for each shard.",
-        _of(runs, lambda run: run.settings.backups * shards(run)),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_backups_in_sync",
-        "Backups of shards that get every step.",
-        _of(runs, lambda run: sum(backup.in_sync for unit in run.units for backup in unit.backups)),
-        "run",
-    )
-    yield counter(
-        "shardwell_run_relocations_total",
-        "Changes of the servers of shards since the run was created.",
-        _of(runs, lambda run: run.relocations.count),
-        "run",
-    )
-    yield counter(
-        "shardwell_run_rollbacks_total",
-        "Times that the run went back to a checkpoint since it was created.",
-        _of(runs, lambda run: run.checkpoints.rollback_count),
-        "run",
-    )
-
-
-def _checkpoints(runs: Mapping[str, Run]) -> Iterator[Metric]:
-    saved = [(name, run.checkpoints.saved[-1]) for name, run in runs.items() if run.checkpoints.saved]
-    yield gauge(
-        "shardwell_run_checkpoint_step",
-        "Step of the newest complete checkpoint; missing if there is none.",
-        ((name, record.step) for name, record in saved),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_checkpoint_timestamp_seconds",
-        "Time of the newest complete checkpoint; missing if there is none.",
-        ((name, record.time) for name, record in saved),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_checkpoint_size_bytes",
-        "Size of the newest complete checkpoint; missing if there is none.",
-        ((name, record.size_bytes) for name, record in saved),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_checkpoint_every_steps",
-        "Steps between two checkpoints as the run wants it; 0: only on request.",
-        _of(runs, lambda run: run.checkpoints.options.every_commits if run.checkpoints.options.directory else 0),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_checkpoint_failing",
-        "1 if the last attempt to save a checkpoint failed.",
-        _of(runs, lambda run: bool(run.checkpoints.problem)),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_checkpoint_in_progress",
-        "1 while a checkpoint is being written.",
-        _of(runs, lambda run: run.checkpoints.in_flight is not None),
-        "run",
-    )
-    yield gauge(
-        "shardwell_run_loading",
-        "1 while the run is loaded from a checkpoint.",
-        _of(runs, lambda run: run.checkpoints.restore is not None),
-        "run",
     )
 
 

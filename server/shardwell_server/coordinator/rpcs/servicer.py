@@ -42,7 +42,7 @@ class CoordinatorServicer(TrainerRpcs, DeclarationRpcs, RendezvousRpcs, StepRpcs
             holds_shards=bool(request.held),
             relay=request,
         )
-        self._state.cluster.require(request.server_id).insecure = request.insecure
+        self._state.cluster.require(request.server_id).note_process(request)
         adopted = await relocator.adopt(request.server_id, request.incarnation, request.held)
         response = coordinator_pb2.RegisterServerResponse(
             epoch=epoch,
@@ -57,9 +57,11 @@ class CoordinatorServicer(TrainerRpcs, DeclarationRpcs, RendezvousRpcs, StepRpcs
     async def HeartbeatServer(
         self, request: coordinator_pb2.HeartbeatServerRequest, call: Call
     ) -> coordinator_pb2.HeartbeatServerResponse:
+        negotiate(request.protocol, f"shard server {request.server_id!r}")
         self._coordinator.server_leases.heartbeat(request)
         server = self._state.cluster.require(request.server_id)
-        incarnation, server.insecure = server.incarnation, request.insecure
+        server.note_process(request)
+        incarnation = server.incarnation
         response = coordinator_pb2.HeartbeatServerResponse(
             retired_shards=await self._coordinator.promoter.named(request.server_id, incarnation),
             coordinator_epoch=self._state.term,

@@ -93,6 +93,7 @@ class TrainerRpcs(CoordinatorRpcs):
     async def Heartbeat(
         self, request: coordinator_pb2.HeartbeatRequest, call: Call
     ) -> coordinator_pb2.HeartbeatResponse:
+        negotiate(request.protocol, f"trainer {request.trainer!r}")
         run, transports = self._exact_run(request), TransportReport.from_proto(request.transports)
         device = TrainerDevice.from_proto(request.device) if request.HasField("device") else None
         member = self._coordinator.trainers.require_member(run, request.trainer, request.epoch)

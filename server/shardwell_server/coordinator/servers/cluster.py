@@ -59,6 +59,8 @@ class Server:
     """Bytes that the process has sent to backups on other servers."""
     insecure: str = ""
     """What the server lacks although it listens on a network. Empty: nothing, or unknown since a restart."""
+    shardwell_version: str = ""
+    """Version of the process's software. Empty: unknown since a restart of the coordinator."""
     state: ServerState = ServerState.LIVE
     unreachable_because: str = ""
     """Why the coordinator could not reach the server. Empty: it is reachable."""
@@ -130,6 +132,12 @@ class Server:
         """Records the memory and the traffic to backups that a heartbeat reported."""
         self.reserved_bytes, self.used_bytes = reserved_bytes, used_bytes
         self.replicated_bytes = replicated_bytes
+
+    def note_process(
+        self, request: coordinator_pb2.RegisterServerRequest | coordinator_pb2.HeartbeatServerRequest
+    ) -> None:
+        """Records what the process says of itself, which is not stored."""
+        self.insecure, self.shardwell_version = request.insecure, request.shardwell_version
 
     def renew_lease(self, now: float, *, by_probe: bool = False) -> ServerState:
         """Starts the lease again, after a request or an answered probe. Returns the former state."""

@@ -251,16 +251,20 @@ _MAX_PARTS, _MAX_BOTTLENECKS, _MAX_ADVICE = 32, 32, 1000
 
 def check_step_report(report: coordinator_pb2.StepReport) -> None:
     """Raises InvalidRequestError if a trainer's report of its steps is too large, or has an impossible value."""
-    if len(report.part_s) > _MAX_PARTS or len(report.bottlenecks) > _MAX_BOTTLENECKS:
+    steps = report.steps
+    parts = [*report.part_s.items(), *(part for step in steps for part in step.part_s.items())]
+    most = max([len(report.part_s), *(len(step.part_s) for step in steps)])
+    if most > _MAX_PARTS or max(len(report.bottlenecks), len(steps)) > _MAX_BOTTLENECKS:
         raise InvalidRequestError(
-            f"the report has {len(report.part_s)} parts and {len(report.bottlenecks)} bottlenecks: expected at most "
-            f"{_MAX_PARTS} and {_MAX_BOTTLENECKS}"
+            f"the report has {most} parts, {len(report.bottlenecks)} bottlenecks and {len(steps)} steps: expected at "
+            f"most {_MAX_PARTS}, {_MAX_BOTTLENECKS} and {_MAX_BOTTLENECKS}"
         )
-    numbers = (report.step_s, report.tokens_per_s, report.samples_per_s, *report.part_s.values())
+    of_steps = [number for step in steps for number in (step.committed_s, step.step_s)]
+    numbers = (report.step_s, report.tokens_per_s, report.samples_per_s, *of_steps, *(number for _, number in parts))
     if not all(0 <= number < math.inf for number in (*numbers, *(each.share for each in report.bottlenecks))):
         raise InvalidRequestError("the report has a number that is negative or not finite")
     texts = [text for each in report.bottlenecks for text in (each.kind, each.severity, each.finding, each.advice)]
-    for text in (*report.part_s, *texts):
+    for text in (*(name for name, _ in parts), *texts):
         if len(text) > _MAX_ADVICE or not text.isprintable():
             raise InvalidRequestError(
                 f"the report has the text {text[:_MAX_ADVICE]!r}: expected at most {_MAX_ADVICE} printable characters"

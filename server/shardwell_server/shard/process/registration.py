@@ -198,7 +198,7 @@ class Registration:
         if not response.coordinator_epoch:
             raise ConflictError(
                 f"the coordinator at {self._coordinator} sends no term, so it is older than this server "
-                f"({installed_version('shardwell')}): update the coordinator first"
+                f"({installed_version('shardwell')}): update the coordinator"
             )
         check_chosen(response.protocol_version, self._coordinator)
         self._store.adopt(response.adopted)
@@ -312,6 +312,8 @@ class Registration:
             run_ids=self._store.runs,
             replicated_bytes=self._store.replicated_bytes,
             insecure=self._insecure,
+            shardwell_version=installed_version("shardwell"),
+            protocol=own_versions(),
             nonce=secrets.token_bytes(_NONCE_BYTES),
         )
         # The lease counts from the request, so it ends here no later than at the coordinator.

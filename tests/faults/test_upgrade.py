@@ -1,0 +1,70 @@
+"""``shardwell upgrade`` restarts every server with the next version during a run, which keeps its bits."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import shardwell
+from shardwell.command.cli import main
+from shardwell.processes import local_cluster
+from shardwell.processes.local_cluster import ServerProcess
+from tests.support import next_version
+from tests.support.cluster import wait_until
+from tests.support.forked_servers import ForkedProcess
+from tests.support.long_run import LongRun
+
+
+def start_next_version(server: ServerProcess) -> ForkedProcess:
+    module = "tests.support.next_version"
+    return ForkedProcess(module, server._arguments, local_cluster._server_environment(), server.log_path)
+
+
+def test_a_run_goes_on_while_all_servers_are_replaced_by_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster,
+        LongRun(cluster, tmp_path, backups=1) as run,
+    ):
+        run.start("a", "b")
+        run.wait_commits(2)
+        run.wait_in_sync()
+        servers = (cluster.coordinator, *cluster.shards)
+        for server in servers:
+            (tmp_path / f"{server.name}.pid").write_text(str(server.pid))
+        cluster.coordinator.keep_running(60.0)
+        monkeypatch.setattr(ServerProcess, "_start", start_next_version)
+        command = f"kill -INT $(cat {tmp_path}/{{server}}.pid)"
+        options = ["--restart-command", command, "--coordinator-command", command, "--address", cluster.address]
+        assert main(["upgrade", *options, "--timeout", "90"]) == 0
+        printed = capsys.readouterr().out
+        own, new = version("shardwell"), next_version.VERSION
+        assert f"shard-0: version {own} -> {new}, in sync after" in printed
+        assert f"coordinator: version {own} -> {new}, term 2" in printed
+        assert [server.ends for server in servers] == [[0], [0], [0]]
+        run.wait_commits(3)
+        run.finish()
+
+
+def test_upgrade_stops_at_the_first_failure_and_says_how_to_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        address = ["--address", cluster.address]
+        assert main(["upgrade", "--restart-command", "exit 7 # {server} {host}", *address]) == 1
+        error = capsys.readouterr().err
+        assert "the command for shard-0 ended with exit code 7: exit 7 # shard-0 127.0.0.1" in error
+        assert "continue with `shardwell upgrade shard-0 shard-1`" in error
+        assert main(["upgrade", "shard-1", "--restart-command", "true", "--timeout", "0.1", *address]) == 4
+        error = capsys.readouterr().err
+        assert "after 0.1 s: no new process of server 'shard-1' has registered" in error
+        assert main(["upgrade", "shard-x", "--restart-command", "true", *address]) == 1
+        assert "there is no server 'shard-x', only 'shard-0', 'shard-1'" in capsys.readouterr().err
+        cluster.shards[1].kill()
+        wait_until(lambda: main(["status", *address]) == 3, "the coordinator notices the end of shard-1")
+        capsys.readouterr()
+        assert main(["upgrade", "--restart-command", "true", *address]) == 1
+        assert "the cluster is degraded: server 'shard-1'" in capsys.readouterr().err
