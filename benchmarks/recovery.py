@@ -65,8 +65,6 @@ class Trainer:
 
     def __init__(self, address: str, name: str, steps: int, join_options: str, logs: Path, *, tp: int = 1) -> None:
         self.name, self.sha256 = name, ""
-        self.joins = threading.Event()
-        """Set when the trainer has its imports and joins the run."""
         self.formed: list[float] = []
         """Times at which the replica was complete. Only with ``tp`` > 1."""
         self._commits: list[tuple[int, float]] = []
@@ -94,8 +92,6 @@ class Trainer:
                     self._commits.append((fields["step"], fields["committed_at"]))
                 elif "item_s" in fields:
                     self._items.append((time.monotonic(), fields["item_s"]))
-                elif "joins_at" in fields:
-                    self.joins.set()
                 elif "formed_at" in fields:
                     self.formed.append(fields["formed_at"])
                 else:

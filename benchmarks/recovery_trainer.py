@@ -1,4 +1,4 @@
-"""A trainer of ``benchmarks.recovery``. Prints a JSON line when it joins, per work item, per commit, and at the end."""
+"""A trainer of ``benchmarks.recovery``. Prints a JSON line per work item, per commit, and at the end."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    report(joins_at=time.monotonic())
     with shardwell.join(
         arguments.address,
         run=RUN,

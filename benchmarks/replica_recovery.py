@@ -90,10 +90,10 @@ class Round:
             return hashes.pop()
 
     def _lose_trainers(self, result: Result, coordinator: CoordinatorClient) -> None:
-        self._wait_until_all_compute()
+        self._wait_until_all_compute(coordinator)
         if not self._arguments.restart:
             self._start(next(self._names))  # the spare
-        while self._wait_until_all_compute() < self._arguments.steps - _LAST_STEPS:
+        while self._wait_until_all_compute(coordinator) < self._arguments.steps - _LAST_STEPS:
             time.sleep(self._random.uniform(*_PAUSE_S))
             self._lose(result, read_replicas(coordinator))
 
@@ -105,12 +105,17 @@ class Round:
         for trainer in self._trainers.values():
             trainer.kill()
 
-    def _wait_until_all_compute(self) -> int:
-        """Waits until all trainers of the grid have committed since the call, and spares join. Returns the step."""
-        for trainer in self._trainers.values():
-            trainer.joins.wait(STARTED_AFTER_S)
+    def _wait_until_all_compute(self, coordinator: CoordinatorClient) -> int:
+        """Waits until spares have joined and all trainers of the grid commit. Returns the step."""
+        deadline = time.monotonic() + STARTED_AFTER_S
+        request = coordinator_pb2.DescribeRunRequest(run=RUN)
+        while not self._trainers.keys() <= {
+            at.trainer for at in coordinator.call("DescribeRun", request, timeout_s=10.0).trainers if at.live
+        }:
+            if time.monotonic() > deadline:
+                raise Stalled(f"not all of {list(self._trainers)} joined in {STARTED_AFTER_S:.0f} s")
+            time.sleep(0.05)
         now = time.monotonic()
-        deadline = now + STARTED_AFTER_S
         while sum(trainer.committed_since(now) for trainer in self._trainers.values()) < WORLD_SIZE:
             if time.monotonic() > deadline:
                 raise Stalled(f"{WORLD_SIZE} trainers did not compute together for {STARTED_AFTER_S:.0f} s")

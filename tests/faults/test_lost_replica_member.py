@@ -8,16 +8,18 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwell
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.fault_points import Fault
+from shardwell_wire.v1 import coordinator_pb2
 from tests.faults.test_rollback import describe, lose
 from tests.support.cluster import cluster_fixture, wait_until
 from tests.support.processes import TrainerProcess
@@ -196,6 +198,25 @@ def test_trainer_that_lost_its_lease_and_its_replica_go_on_in_process(
         results = [trainer.finish() for trainer in trainers]
     assert list(map(state_of, results)) == list(undisturbed[2, 1, 2].values())
     assert all(result["state"]["models"] > 1 for result in results[:2]), results
+
+
+def test_only_replica_goes_on_when_a_stopped_trainer_continues(
+    cluster: shardwell.LocalCluster, undisturbed: Undisturbed
+) -> None:
+    with ExitStack() as stack:
+        grid = Grid(cluster, stack, (1, 2, 1))
+        stopped = grid.start(1, "--signal", int(signal.SIGSTOP), "--at-step", AT_STEP)
+        other = grid.start(0)
+        stopped.wait_stopped()
+        with closing(CoordinatorClient(cluster.address)) as coordinator:
+            request = coordinator_pb2.DescribeWorldRequest(run=grid.run)
+            wait_until(
+                lambda: coordinator.call("DescribeWorld", request, timeout_s=20).replicas[0].missing, "the lease ends"
+            )
+        stopped.resume()
+        results = [trainer.finish() for trainer in (other, stopped)]
+    assert list(map(state_of, results)) == list(undisturbed[1, 2, 1].values())
+    assert [result["state"]["models"] for result in results] == [1, 1], "nobody waits for its place, so it keeps it"
 
 
 def test_replica_goes_on_in_process_after_a_rollback(tmp_path: Path) -> None:

@@ -22,11 +22,14 @@ import shardwell
 from shardwell import SizePolicy, auto_wrap, from_safetensors
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.units import Units
+from shardwell.parallel import split_model
 from shardwell.weights import weight_files
 from shardwell.weights.state_dict import full_state_dict
 from shardwell.weights.weight_files import StoredTensor
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UsageError
 from shardwell_wire.model.layout import Box
+from tests.support.hugging_face import FAMILIES
+from tests.support.hugging_face import make as make_family
 from tests.support.in_memory_store import InMemoryStore
 from tests.support.module_parity import Gpt, gpt, gpt_loss
 
@@ -68,6 +71,31 @@ def test_file_that_stores_tied_weights_once_loads(
     assert_same(gpt().state_dict(), full_state_dict(model))
     assert model.head.weight is model.tokens.weight
     gpt_loss(model, 0).backward()
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_converted_checkpoint_of_transformers_loads_in_stages_after_the_advice(splits: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    original: Any = make_family("mixtral")
+    original.save_pretrained(tmp_path / "original")
+
+    def stages(model: Any) -> list[nn.Module]:
+        split = split_model(shardwell.split_experts(model) if splits else model, 2)
+        return [split.module(0), split.module(1)]
+
+    with torch.device("meta"):
+        model: Any = FAMILIES["mixtral"]()
+    parts = stages(model)
+    with pytest.raises(UsageError, match=r"lacks .*experts.*save_pretrained\(OTHER, save_original_format=False\)"):
+        from_safetensors(parts[0], tmp_path / "original")
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original")
+    (shardwell.split_experts(loaded) if splits else loaded).save_pretrained(
+        tmp_path / "new", save_original_format=False
+    )
+    for part, expected in zip(parts, stages(original), strict=True):
+        source = from_safetensors(part, tmp_path / "new", init=model._init_weights)
+        auto_wrap(part, session(), source=source)
+        assert_same(expected.state_dict(), full_state_dict(part))
 
 
 def test_units_load_when_their_names_differ_from_the_model(checkpoint: Path) -> None:

@@ -208,18 +208,18 @@ def masked_worker(rank: int, path: str, schedule: str) -> None:
     }
     for layer in layers:
         layer.zero_grad()
-    split = ModelSplit.from_modules(model, layers)
     inner = torch.zeros(BATCH // MICRO_BATCHES, 4, requires_grad=True)
-    stages = [
-        PipelineStage(
-            split.module(index),
-            index,
-            plan.num_stages,
-            "cpu",
-            example=StageExample((inner if index else inner.detach(),), (inner,)),
-        )
-        for index in plan.stages_of(rank)
-    ]
+    examples = [StageExample((inner if index else inner.detach(),), (inner,)) for index in range(plan.num_stages)]
+
+    def stages_of(split: ModelSplit) -> list[PipelineStage]:
+        return [
+            PipelineStage(split.module(index), index, plan.num_stages, "cpu", example=examples[index])
+            for index in plan.stages_of(rank)
+        ]
+
+    with pytest.raises(UsageError, match=r"size of a micro-batch of ModuleList is not known.*from_modules\(model, st"):
+        PipelineSchedule(plan, stages_of(ModelSplit.from_modules(model, layers)), functional.mse_loss)
+    stages = stages_of(ModelSplit.from_modules(model, layers, examples=examples))
     run = PipelineSchedule(plan, stages, functional.mse_loss)
     loss, merged = run.step(x, target=target, return_outputs=True, mask=mask, scale=0.5)
     if plan.num_stages - 1 in plan.stages_of(rank):

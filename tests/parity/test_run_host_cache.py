@@ -148,9 +148,9 @@ def test_two_trainers_fetch_each_version_once_together(cluster: shardwell.LocalC
     assert all(stats["received_bytes"] + stats["cache_hit_bytes"] >= needed for stats in moved)
 
 
-def tensor_parallel_worker(rank: int, address: str, run: str, cache_bytes: int, folder: Path) -> None:
+def tensor_parallel_worker(rank: int, address: str, run: str, dp: int, cache_bytes: int, folder: Path) -> None:
     options = join_options(transports=REMOTE, host_cache_bytes=cache_bytes)
-    world = shardwell.World(tp=2)
+    world = shardwell.World(dp=dp, tp=2)
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here", **options) as session:
         model = split_gpt.gpt(2)
         plan_tensor_parallel(model, 2, fused_by_head=True).apply(model, session.replica_mesh()["tp"])
@@ -167,21 +167,21 @@ def tensor_parallel_worker(rank: int, address: str, run: str, cache_bytes: int, 
     gloo.leave()
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 1 << 30])
-def test_tensor_parallel_ranks_fetch_whole_parameters_once_per_host(
-    cluster: shardwell.LocalCluster, cache_bytes: int, tmp_path: Path
+@pytest.mark.parametrize(("dp", "cache_bytes"), [(1, 0), (1, 1 << 30), (2, 1 << 30)])
+def test_trainers_of_a_grid_fetch_each_unit_once_per_host(
+    cluster: shardwell.LocalCluster, dp: int, cache_bytes: int, tmp_path: Path
 ) -> None:
-    """Each rank has its own parts. What is whole on both is one unit, which the cache holds once."""
-    run_ranks(tensor_parallel_worker, cluster.address, uuid.uuid4().hex, cache_bytes, tmp_path)
-    (received, units), (also_received, other_units) = (
-        json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1)
-    )
-    shared = units.keys() & other_units.keys()
-    assert {name.partition("@")[2] for name in units.keys() ^ other_units.keys()} == {"tp0", "tp1"}
-    assert shared and not any("@" in name for name in shared)
-    once = sum((units | other_units).values())
-    twice = sum(units[name] for name in shared)
-    assert received + also_received == STEPS * (once if cache_bytes else once + twice)
+    """Tensor-parallel ranks have their own parts. What is whole on both is one unit. Replicas have the same units."""
+    run = uuid.uuid4().hex
+    run_ranks(tensor_parallel_worker, cluster.address, run, dp, cache_bytes, tmp_path, count=2 * dp)
+    ranks = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2 * dp)]
+    first, second = ranks[0][1], ranks[1][1]
+    assert {name.partition("@")[2] for name in first.keys() ^ second.keys()} == {"tp0", "tp1"}
+    assert first.keys() & second.keys() and not any("@" in name for name in first.keys() & second.keys())
+    once = sum((first | second).values())
+    by_each = sum(sum(units.values()) for _, units in ranks)
+    assert by_each > 1.05 * dp * once
+    assert sum(received for received, _ in ranks) == STEPS * (once if cache_bytes else by_each)
 
 
 @pytest.mark.usefixtures("_cached")

@@ -22,7 +22,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -53,6 +53,20 @@ def lost_peer_error(error: BaseException) -> ReplicaLostError:
     """Returns the error for a collective that failed because another process does not answer."""
     return ReplicaLostError(
         f"a trainer of this replica was lost, or did not answer in time: {START_AGAIN}. {first_line(error)}"
+    )
+
+
+def silent_peers_error(names: Collection[str], error: BaseException) -> ReplicaLostError:
+    """Returns the error for a collective that failed because other trainers do not answer the coordinator, either.
+
+    Args:
+        names: The trainers.
+        error: The error of the collective.
+    """
+    return ReplicaLostError(
+        f"{' and '.join(f'trainer {name!r}' for name in names)} of this replica sent nothing for longer than a lease, "
+        "and a collective waited too long: look whether the process is stopped or its host is cut off (shardwell "
+        f"run RUN), and {START_AGAIN}. {first_line(error)}"
     )
 
 

@@ -25,6 +25,7 @@ from shardwell.grid.process_group import (
     absent_error,
     is_lost_peer,
     lost_peer_error,
+    silent_peers_error,
 )
 from shardwell.grid.replica_store import ReplicaStore
 from shardwell.membership.membership import START_AGAIN, Membership
@@ -423,11 +424,16 @@ class ReplicaGroup:
     def lost_error(self, error: BaseException) -> ReplicaLostError:
         """Returns the error for a collective that failed because another trainer does not answer.
 
-        Waits a moment for the coordinator, which knows with which error the other trainer has left, if it has.
+        Waits a moment for the coordinator, which knows with which error the other trainer has left, if it has, or which
+        trainers are silent.
         """
         epoch = self._membership.replica_epoch
         if epoch.wait_until_void(_NEWS_LIMIT_S):
             return epoch.lost_error()
+        with suppress(ShardwellError):
+            members = self._members(member=False, limit_s=_NEWS_LIMIT_S)
+            if members.missing:
+                return silent_peers_error(members.missing, error)
         return lost_peer_error(error)
 
     def wait_for_successors(self) -> None:
@@ -463,11 +469,12 @@ class ReplicaGroup:
             time.sleep(_PAUSE_S)
         return members
 
-    def _members(self, *, member: bool = True) -> ReplicaMembers:
+    def _members(self, *, member: bool = True, limit_s: float | None = None) -> ReplicaMembers:
         """Asks the coordinator for the trainers of this trainer's replica.
 
         Args:
             member: Whether to raise StaleEpochError if the membership has lapsed.
+            limit_s: Longest wait for a coordinator that is unavailable. None: ``wait_limit_s``.
         """
         membership, world = self._membership, self._membership.world
         ranks = [assignment.coordinates for assignment in membership.rank_assignments]
@@ -480,7 +487,7 @@ class ReplicaGroup:
         if world.replica_size == 1:
             return ReplicaMembers(own.dp_rank, epoch=0, rank=0, missing=())
         described: coordinator_pb2.DescribeWorldResponse = membership.call(
-            "DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=membership.run), member=member
+            "DescribeWorld", coordinator_pb2.DescribeWorldRequest(run=membership.run), member=member, limit_s=limit_s
         )
         rank = world.rank_in_replica(world.coordinates(own.global_rank))
         for replica in described.replicas:

@@ -260,19 +260,21 @@ class Membership:
             lease_proof=b"" if lease is None else lease.lease_proof,
         )
 
-    def call(self, rpc_name: str, request: Any, *, member: bool = True) -> Any:
+    def call(self, rpc_name: str, request: Any, *, member: bool = True, limit_s: float | None = None) -> Any:
         """Calls the coordinator. Retries for ``wait_limit_s`` while the coordinator is unavailable.
 
         Args:
             rpc_name: The rpc.
             request: Its request.
             member: Whether to raise StaleEpochError if the membership has lapsed.
+            limit_s: A shorter limit than ``wait_limit_s``. None: there is none.
         """
         if member:
             self.require_valid()
         self.check()
         waits = self._config.waits
-        return self._call(rpc_name, request, waits.rpc_timeout_s, time.monotonic() + waits.wait_limit_s)
+        until_s = time.monotonic() + (waits.wait_limit_s if limit_s is None else limit_s)
+        return self._call(rpc_name, request, waits.rpc_timeout_s, until_s)
 
     def poll(
         self,

@@ -119,7 +119,9 @@ class ModelDescription:
     stages: Sequence[StageDescription]
     """What each stage holds; one if the model is not divided."""
     micro_batch: ActivationShape | None = None
-    """Size of a micro-batch. None: not known."""
+    """Size of a micro-batch. None: not known, or the model's first input has no sequences."""
+    has_examples: bool = False
+    """True if the shapes of a micro-batch are known in every stage."""
     styles: Mapping[str, SplitLayer] = field(default_factory=dict)
     """How tensor parallelism splits modules, by their names."""
     sequence_parallel: bool = False

@@ -732,6 +732,12 @@ def _description_of(plan: SchedulePlan, stages: Sequence[PipelineStage]) -> Mode
                 f"the stages {first.stage_index} and {stage.stage_index} are of two splits: take the modules of all "
                 "stages from one split_model or ModelSplit.from_modules"
             )
+    if plan.num_stages > 1 and not description.has_examples:
+        raise UsageError(
+            f"the size of a micro-batch of {description.class_name} is not known, so trainers with another size would "
+            "not be noticed: make the examples with split.examples(...), or, if its stages cannot run without values, "
+            "pass the examples of all stages to ModelSplit.from_modules(model, stages, examples=...)"
+        )
     return description
 
 

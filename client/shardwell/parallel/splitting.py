@@ -55,6 +55,7 @@ class ModelSplit:
         modules: The module of each stage. Parameters and buffers are the model's, with the model's names.
         calls: Names of each stage's layers.
         outline: The model without memory. None: the stages have forwards of their own.
+        given: Inputs and outputs of stages that cannot run without values. None: ``examples`` computes them.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class ModelSplit:
         modules: Sequence[nn.Module],
         calls: Sequence[Sequence[str]],
         outline: Outline | None = None,
+        given: Sequence[StageExample] | None = None,
     ) -> None:
         self._class_name = type(model).__name__
-        self._modules, self._outline = list(modules), outline
+        self._modules, self._outline, self._given = list(modules), outline, given
         block_classes = sorted({type(block).__name__ for block in find_blocks(model).values()})
         names = _names_by_tensor(model)
         aliases = {name: tuple(tied) for tied in names.values() for name in tied}
@@ -88,9 +90,13 @@ class ModelSplit:
         for index, module in enumerate(self._modules):
             descriptions[module] = self._description
             self._description.indices[module] = index
+        if given is not None:
+            self._describe_micro_batch(given[0].inputs, given)
 
     @classmethod
-    def from_modules(cls, model: nn.Module, stages: Sequence[nn.Module]) -> ModelSplit:
+    def from_modules(
+        cls, model: nn.Module, stages: Sequence[nn.Module], *, examples: Sequence[StageExample] | None = None
+    ) -> ModelSplit:
         """Returns the division of a model into stages that were built by hand.
 
         The modules of the stages hold the model's own parameters and buffers, under the model's names: a stage with the
@@ -101,14 +107,21 @@ class ModelSplit:
             model: The whole model, before tensor parallelism and ``fully_shard``.
             stages: The module of each stage. Its forward takes what the previous one returns. Every trainer passes all
                 stages, not only its own.
+            examples: Inputs and outputs of each stage for one micro-batch, for stages that cannot run on the meta
+                device. ``split.examples`` then returns these. Values between the stages have the model's dtype and the
+                whole sequence. None: ``split.examples`` computes them.
 
         Raises:
             UsageError: The stages do not cover all parameters and persistent buffers of the model, or hold others; a
-                name differs; or a stage has no parameters.
+                name differs; a stage has no parameters; or ``examples`` has another length than ``stages``.
         """
         _check_plain(model)
+        if examples is not None and len(examples) != len(stages):
+            raise UsageError(
+                f"from_modules(examples=): {len(examples)} examples, expected one for each of the {len(stages)} stages"
+            )
         blocks = find_blocks(model)
-        return cls(model, stages, [list(_layers_in(stage, blocks)) for stage in stages])
+        return cls(model, stages, [list(_layers_in(stage, blocks)) for stage in stages], given=examples)
 
     def module(self, index: int) -> nn.Module:
         """Returns the module of a stage. Its parameters are the model's, with the model's names.
@@ -139,9 +152,14 @@ class ModelSplit:
 
         Raises:
             UsageError: The forward cannot be divided, a value between two stages is no tensor, or a layer creates
-                tensors on a fixed device; or the tensor-parallel ranks cannot divide the sequence.
+                tensors on a fixed device; the tensor-parallel ranks cannot divide the sequence; or the examples of
+                ``from_modules`` have other inputs.
         """
-        if self._outline is None:
+        found: Sequence[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]
+        if self._given is not None:
+            _check_same(inputs, self._given[0].inputs)
+            found = [(each.inputs, each.outputs) for each in self._given]
+        elif self._outline is None:
             found = self._run_stages(inputs, keywords)
         else:
             found = stage_examples(self._outline, inputs, keywords, self._modules[0].training)
@@ -149,9 +167,7 @@ class ModelSplit:
             StageExample(_cast(received, dtype if index else None), _cast(outputs, dtype))
             for index, (received, outputs) in enumerate(found)
         ]
-        self._description.micro_batch = micro_batch_of(
-            inputs, [value for example in examples for value in example.outputs]
-        )
+        self._describe_micro_batch(inputs, examples)
         if tensor_plan is None or not tensor_plan.sequence_parallel:
             return examples
         cut = sends_parts(self.stages, tensor_plan.layers)
@@ -162,6 +178,12 @@ class ModelSplit:
             )
             for each, before, after in zip(examples, [False, *cut], cut, strict=False)
         ]
+
+    def _describe_micro_batch(self, inputs: Sequence[torch.Tensor], examples: Sequence[StageExample]) -> None:
+        self._description.has_examples = True
+        self._description.micro_batch = micro_batch_of(
+            inputs, [value for example in examples for value in example.outputs]
+        )
 
     def _run_stages(
         self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, torch.Tensor]
@@ -190,7 +212,7 @@ class ModelSplit:
         except Exception as error:  # runs the user's layers
             raise UsageError(
                 f"stage {index} cannot run without values: {error}. Make the StageExample of each stage by hand, and "
-                "pass it to PipelineStage(..., example=)"
+                "pass them to ModelSplit.from_modules(..., examples=)"
             ) from error
         outputs = output if isinstance(output, tuple) else (output,)
         for value in outputs:
@@ -374,6 +396,16 @@ def _check_coverage(class_name: str, names: Mapping[int, Sequence[str]], stages:
 def _check_count(found: int, num_stages: int, model: nn.Module, what: str) -> None:
     if found < num_stages:
         raise UsageError(f"{type(model).__name__} has {found} {what}, too few for {num_stages} stages")
+
+
+def _check_same(inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Raises unless the arguments of the model are those of the example of stage 0."""
+    got, expected = ([(list(value.shape), value.dtype) for value in values] for values in (inputs, given))
+    if got != expected:
+        raise UsageError(
+            f"the inputs of a micro-batch have the shapes and dtypes {got}, but those of the first of "
+            f"from_modules(examples=) are {expected}"
+        )
 
 
 def _cast(values: tuple[torch.Tensor, ...], dtype: torch.dtype | None) -> tuple[torch.Tensor, ...]:

@@ -202,8 +202,21 @@ def _match(
         *([f"it lacks {listed(missing)}"] if missing else []),
         *([f"the model lacks {listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
         *([listed(differing)] if differing else []),
+        *([_CONVERSION] if missing and unexpected and _is_of_transformers(model) else []),
     ]
     return places, problems
+
+
+_CONVERSION = (
+    "Transformers converts some checkpoints when it loads them, such as those of mixtures of experts. Save this one "
+    "once with the names of the model: model = AutoModelForCausalLM.from_pretrained(FOLDER), "
+    "shardwell.split_experts(model) if it is called here, too, and model.save_pretrained(OTHER, "
+    "save_original_format=False)"
+)
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("transformers.") for part in model.modules() for kind in type(part).__mro__)
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwell.parallel import ModelSplit, PipelineStage, StageExample
+from shardwell.grid.parallel_plan import descriptions
+from shardwell.parallel import ModelSplit, PipelineStage, SchedulePlan, StageExample
 from shardwell_wire.errors import UsageError
 from tests.support.split_gpt import LENGTH, VOCABULARY, gpt
 
@@ -86,3 +87,18 @@ def test_a_stage_of_no_split_is_refused() -> None:
     example = StageExample((torch.zeros(1, 2),), (torch.zeros(1, 2),))
     with pytest.raises(UsageError, match=r"stage 0 \(Linear\) was not made by split_model"):
         PipelineStage(module, 0, 2, "cpu", example=example)
+
+
+def test_given_examples_tell_the_size_of_a_micro_batch() -> None:
+    model = gpt(4)
+    stages = [First(model, (0, 1)), Last(model, (2, 3))]
+    computed = ModelSplit.from_modules(model, stages).examples(TOKENS)
+    split = ModelSplit.from_modules(model, stages, examples=computed)
+    plan = SchedulePlan(schedule="GPipe", pp=1, num_micro_batches=1, stages_per_trainer=1)
+    plan.note_in(descriptions[split.module(1)])
+    assert list(descriptions[split.module(1)].to_proto().micro_batch_shape) == list(TOKENS.shape)
+    assert [each.outputs[0].shape for each in split.examples(TOKENS)] == [each.outputs[0].shape for each in computed]
+    with pytest.raises(UsageError, match=r"have the shapes and dtypes \[\(\[1, .*of from_modules\(examples=\) are"):
+        split.examples(TOKENS[:1])
+    with pytest.raises(UsageError, match="1 examples, expected one for each of the 2 stages"):
+        ModelSplit.from_modules(model, stages, examples=computed[:1])

@@ -143,6 +143,16 @@ def test_error_of_a_collective_tells_the_cause_if_the_coordinator_tells_none(
     assert text.startswith("a trainer of this replica was lost, or did not answer") and text.endswith("gloo: timed out")
 
 
+def test_error_of_a_collective_names_the_trainer_that_is_silent(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_NEWS_LIMIT_S", 0.01)
+    monkeypatch.setattr(group, "_members", lambda **_: ReplicaMembers(0, 3, 0, missing=("b",)))
+    text = str(group.lost_error(RuntimeError("gloo: timed out\nstack")))
+    assert text.startswith("trainer 'b' of this replica sent nothing for longer than a lease"), text
+    assert "shardwell launch --restart" in text and text.endswith("gloo: timed out")
+
+
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_trainer_waits_a_moment_for_the_successor_of_one_that_has_left_with_an_error(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
