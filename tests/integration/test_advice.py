@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import shardwell
 import shardwell.testing
 from shardwell.monitor.report import find_bottlenecks
 from shardwell.monitor.step_times import CommitFacts, MonitoredSetup, StepPart, StepTimes
 from shardwell_wire.errors import UsageError
+from tests.support.hugging_face import Tokens, tiny_llama
 
 SETUP = MonitoredSetup(
     trainer="me",
@@ -298,23 +300,8 @@ def test_advice_of_an_error_works(case: str, session: shardwell.Session, tmp_pat
 # ---- Hugging Face's Trainer ----
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
-
-
-def hugging_face_losses(kind: type[Trainer], folder: Path, model: nn.Module, optimizer: Any) -> list[float]:
-    arguments = TrainingArguments(
+def hugging_face_losses(kind: Any, arguments: Any, folder: Path, model: nn.Module, optimizer: Any) -> list[float]:
+    given = arguments(
         str(folder),
         max_steps=3,
         per_device_train_batch_size=4,
@@ -324,34 +311,29 @@ def hugging_face_losses(kind: type[Trainer], folder: Path, model: nn.Module, opt
         report_to=[],
         save_strategy="no",
         use_cpu=True,
+        lr_scheduler_type="constant",
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    trainer = kind(model, arguments, train_dataset=Tokens(), optimizers=(optimizer, schedule))
+    trainer = kind(model, given, train_dataset=Tokens(16), optimizers=(optimizer, None))
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def overridden(message: str) -> type[Trainer]:
-    """Returns a Trainer with the methods that an error message describes."""
-    found = re.findall(r"(_\w+)\((self[^)]*)\) returns (.+?)(?:, and |$)", message)
-    methods: dict[str, Any] = {}
-    for name, parameters, expression in found:
-        exec(f"def {name}({parameters}): return {expression}", {}, methods)
-    assert sorted(methods) == ["_clip_grad_norm", "_get_grad_norm"]
-    return type("Overridden", (Trainer,), methods)
-
-
 @pytest.mark.filterwarnings("ignore:the .grad of parameter")
 def test_advice_for_the_trainer_of_hugging_face_works(session: shardwell.Session, tmp_path: Path) -> None:
-    model = llama()
-    expected = hugging_face_losses(Trainer, tmp_path, model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    model = llama()
+    model = tiny_llama()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    expected = hugging_face_losses(Trainer, TrainingArguments, tmp_path, model, plain)
+    model = tiny_llama()
     shardwell.fully_shard(model, session)
     optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.01)
-    with pytest.raises(UsageError, match="Override two methods of the Trainer") as raised:
-        hugging_face_losses(Trainer, tmp_path, model, optimizer)
+    with pytest.raises(UsageError, match=r"Use shardwell\.integrations") as raised:
+        hugging_face_losses(Trainer, TrainingArguments, tmp_path, model, optimizer)
     optimizer.zero_grad()
-    losses = hugging_face_losses(overridden(str(raised.value)), tmp_path, model, optimizer)
+    advice = re.search(r"Use (\S+)\.(\w+) and (\w+) of the same module", str(raised.value))
+    assert advice is not None
+    module = importlib.import_module(advice[1])
+    kind, arguments = getattr(module, advice[2]), getattr(module, advice[3])
+    losses = hugging_face_losses(kind, arguments, tmp_path, model, optimizer)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 

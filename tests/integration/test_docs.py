@@ -157,6 +157,8 @@ def _names(code: types.CodeType, mark: str, cluster: shardwell.LocalCluster) -> 
             names["session"].close()
 
 
+# Warnings of Lightning about itself, and about a machine that has Slurm.
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning", "ignore:The `srun` command")
 @pytest.mark.parametrize(("code", "mark"), list(_blocks()))
 def test_code_block_runs(
     code: types.CodeType,

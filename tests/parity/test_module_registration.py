@@ -54,8 +54,17 @@ def test_sharded_module_has_a_subclass_of_its_class() -> None:
     model = gpt()
     Sharded(model, wrap_blocks)
     assert isinstance(model, Gpt) and isinstance(model, ShardedModule)
-    assert type(model).__name__ == "ShardedGpt" and type(model.blocks[0]) is type(model.blocks[1])
+    assert type(model) is not Gpt and type(model.blocks[0]) is type(model.blocks[1])
     assert not isinstance(model.blocks, ShardedModule)
+
+
+def test_sharded_module_keeps_the_names_of_its_class() -> None:
+    """Libraries write the class's name to files and compare it."""
+    expected, model = str(gpt()), gpt()
+    Sharded(model, wrap_blocks)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(model), name) == getattr(Gpt, name)
+    assert str(model) == expected and model._get_name() == "Gpt"
 
 
 def test_units_and_parameters_are_named_by_class_and_number() -> None:

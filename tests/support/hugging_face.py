@@ -92,3 +92,26 @@ def inputs_of(family: str, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0  # padding on the left
     return tokens, mask
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples of 8 tokens, of which the first ones have no label."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 32, (8,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def tiny_llama() -> transformers.LlamaForCausalLM:
+    """Returns a model of 32 tokens, with the same values on every call."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))

@@ -518,8 +518,9 @@ _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     if original not in _sharded_classes:
-        name, namespace = f"Sharded{original.__name__}", {"__module__": original.__module__}
-        _sharded_classes[original] = type(name, (ShardedModule, original), namespace)
+        # Libraries read the names: Transformers and PEFT write them to config.json, and choose losses by them.
+        copied = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _sharded_classes[original] = type(original.__name__, (ShardedModule, original), copied)
     return _sharded_classes[original]
 
 

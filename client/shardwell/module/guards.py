@@ -55,7 +55,7 @@ def check_batch_norm(modules: Sequence[nn.Module], session: object) -> None:
 def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> None:
     """Raises UsageError for modules that cannot be sharded."""
     for module in modules:
-        kind = _class_name(module)
+        kind = type(module).__name__
         if not isinstance(module, nn.Module):
             raise UsageError(
                 f"expected a module, got {kind}: fully_shard takes one module or several, auto_wrap a model"
@@ -103,7 +103,7 @@ def _refuse_scripted_parts(module: nn.Module, ignored: Collection[nn.Parameter])
             continue
         if any(id(parameter) not in ignored_ids for parameter in part.parameters()):
             raise UsageError(
-                f"{_class_name(module)} has a scripted or traced submodule {name!r} ({part.original_name}), whose "
+                f"{type(module).__name__} has a scripted or traced submodule {name!r} ({part.original_name}), whose "
                 "compiled code cannot use parameters that are gathered and freed: replace it by the module it was "
                 "made from, or pass its parameters as ignored_params, which keeps them in this trainer"
             )
@@ -116,12 +116,6 @@ def check_ignored(ignored: Collection[object]) -> None:
             raise UsageError(
                 f"ignored_params has {item!r}: expected parameters, such as {{model.get_parameter('head.weight')}}"
             )
-
-
-def _class_name(module: object) -> str:
-    """Returns the name of a module's class, for a sharded module its class before ``fully_shard``."""
-    kind = type(module)
-    return (kind.__bases__[-1] if hasattr(module, "_shardwell_sharding") else kind).__name__
 
 
 def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_device: torch.device) -> None:
@@ -173,7 +167,7 @@ def _refuse_load(module: nn.Module, *args: object) -> None:
 def refuse_copy(module: nn.Module) -> NoReturn:
     """Raises for copies and pickles of a sharded module."""
     raise UsageError(
-        f"{_class_name(module)} cannot be copied or pickled because its parameters are on the shard servers. Copy "
+        f"{type(module).__name__} cannot be copied or pickled because its parameters are on the shard servers. Copy "
         "before fully_shard, or load shardwell.full_state_dict(model) into another model. For a moving average of the "
         "weights set optimizer.ema_decay = 0.999: the servers keep the average"
     )

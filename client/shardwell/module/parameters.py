@@ -478,16 +478,28 @@ def _warn_of_hidden_gradient(owner: ParameterOwner, place: str, frame: FrameType
     )
 
 
+_FRAMEWORKS = {
+    "transformers/trainer.py": (
+        "Hugging Face's Trainer",
+        "shardwell.integrations.transformers.Trainer and TrainingArguments of the same module",
+    ),
+    "lightning/pytorch/": (
+        "Lightning",
+        "Trainer(strategy=shardwell.integrations.lightning.ShardwellStrategy(session))",
+    ),
+}
+"""What asks torch to clip, and what to use instead, by a part of the path of the code."""
+
+
 def refuse_clipping(owner: ParameterOwner) -> NoReturn:
     """Raises because ``torch.nn.utils`` is asked to clip a sharded parameter's gradient."""
-    if is_called_from("transformers/trainer.py"):
-        raise UsageError(
-            "Hugging Face's Trainer asks torch for the gradient norm in every step, even with max_grad_norm=0, but the "
-            f"gradient of {owner.name!r} is pushed to the shard servers. Override two methods of the Trainer: "
-            "_clip_grad_norm(self, model) returns self.optimizer.optimizer.clip_grad_norm_(self.args.max_grad_norm), "
-            "and _get_grad_norm(self, model, grad_norm=None) returns grad_norm",
-            parameter=owner.name,
-        )
+    for path, advice in _FRAMEWORKS.items():
+        if is_called_from(path):
+            raise UsageError(
+                f"{advice[0]} asks torch for the gradients, but that of {owner.name!r} is pushed to the shard servers. "
+                f"It would also give each trainer the same batches. Use {advice[1]}, see docs/frameworks.md",
+                parameter=owner.name,
+            )
     raise UsageError(
         f"torch.nn.utils.clip_grad reads only gradients in this process, but the gradient of {owner.name!r} is pushed "
         "to the shard servers: call optimizer.clip_grad_norm_(max_norm), which clips by the norm over all gradients, "

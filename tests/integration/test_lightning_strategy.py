@@ -1,0 +1,221 @@
+"""``shardwell.integrations.lightning`` against Lightning without Shardwell: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import shardwell
+import shardwell.testing
+from shardwell.integrations import single_process
+from shardwell.integrations.lightning import ShardwellStrategy
+from shardwell_wire.errors import UsageError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:a sharded module runs under torch.autocast"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+
+
+class StoppedError(Exception):
+    """Ends a training in the midst."""
+
+
+class Points(Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(4, generator=torch.Generator().manual_seed(index)), torch.tensor([float(index % 3)])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class Regression(pl.LightningModule):
+    """A small model. Its learning rate falls with every step."""
+
+    def __init__(self, optimizer: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.make_optimizer = optimizer
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self.model(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        inputs, targets = batch
+        self.log("val_loss", nn.functional.mse_loss(self.model(inputs), targets))
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.model(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Recorder(pl.Callback):
+    """Records losses by step. Stops after a step."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.losses: dict[str, float] = {}
+        self.stop_after = stop_after
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        if outputs and (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.losses[f"step {trainer.global_step}"] = float(outputs["loss"])
+        if trainer.global_step == self.stop_after:
+            raise StoppedError
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.losses[f"validation {trainer.global_step}"] = float(trainer.callback_metrics["val_loss"])
+
+
+def fused_adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """The variant of AdamW that the shard servers compute."""
+    return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def trainer(strategy: Any, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    given = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+        "val_check_interval": 4,
+        "check_val_every_n_epoch": None,
+        "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_sanity_val_steps": 1,
+        **options,
+    }
+    with single_process():
+        return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **given)
+
+
+def fit(at: pl.Trainer, module: pl.LightningModule, size: int) -> None:
+    at.fit(module, DataLoader(Points(size), batch_size=2), DataLoader(Points(6), batch_size=2))
+
+
+def sharded_module(session: shardwell.Session) -> Regression:
+    module = Regression(shardwell.optim.AdamW)
+    shardwell.auto_wrap(module.model, session)
+    return module
+
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "accumulation": (1, {}, {}),
+    "bf16": (1, {}, {"precision": "bf16-mixed", "accumulate_grad_batches": 1}),
+    "clipped values": (1, {}, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    "two ranks": (2, {"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 1, "val_check_interval": 2}),
+}
+"""Data ranks, options of the plain Trainer only, and options."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_strategy_computes_the_bits_of_plain_lightning(case: str) -> None:
+    dp, plain_options, options = CASES[case]
+    expected_losses, losses = Recorder(), Recorder()
+    expected, plain = (
+        Regression(fused_adamw),
+        trainer("auto", expected_losses, **{**options, "val_check_interval": 4, **plain_options}),
+    )
+    fit(plain, expected, 24)
+    with shardwell.testing.in_process_cluster(dp=dp), shardwell.join() as session:
+        module, at = sharded_module(session), trainer(ShardwellStrategy(session), losses, **options)
+        fit(at, module, 24)
+        values = shardwell.full_state_dict(module)
+        predicted = at.predict(module, DataLoader(Points(4), batch_size=2))
+        assert (at.global_step, at.current_epoch) == (plain.global_step, 2)
+        assert session.step == plain.global_step
+    assert all(torch.equal(value, values[name]) for name, value in expected.state_dict().items())
+    assert [*losses.losses] == [*expected_losses.losses]
+    if dp == 1:
+        assert losses.losses == expected_losses.losses
+    for found, value in zip(predicted, plain.predict(expected, DataLoader(Points(4), batch_size=2)), strict=True):
+        assert torch.equal(found, value)
+
+
+def test_clipping_by_norm_equals_that_of_lightning_to_the_rounding_of_the_norm() -> None:
+    expected = Regression(fused_adamw)
+    fit(trainer("auto", gradient_clip_val=0.1), expected, 24)
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        module = sharded_module(session)
+        fit(trainer(ShardwellStrategy(session), gradient_clip_val=0.1), module, 24)
+        values = shardwell.full_state_dict(module)
+    torch.testing.assert_close(dict(values), dict(expected.state_dict()), rtol=1e-4, atol=1e-6)
+
+
+def test_run_goes_on_in_another_trainer(tmp_path: Path) -> None:
+    """Losses, validations, early stopping and the best checkpoint are those of a Trainer that was never stopped."""
+
+    def callbacks(folder: str) -> list[pl.Callback]:
+        return [
+            EarlyStopping("val_loss", patience=2, min_delta=0.05),
+            ModelCheckpoint(tmp_path / folder, "best", monitor="val_loss", save_top_k=1),
+        ]
+
+    losses, expected = Recorder(), Regression(fused_adamw)
+    plain = trainer("auto", losses, *callbacks("a"), max_epochs=9)
+    fit(plain, expected, 24)
+    assert 8 < plain.global_step < 54, "the training must stop early"
+    with shardwell.testing.in_process_cluster():
+        for stop_after in (3, 6, None):
+            with shardwell.join() as session:
+                module, found = sharded_module(session), Recorder(stop_after)
+                at = trainer(ShardwellStrategy(session), found, *callbacks("b"), max_epochs=9)
+                if stop_after is None:
+                    fit(at, module, 24)
+                    values = shardwell.full_state_dict(module)
+                else:
+                    with pytest.raises(StoppedError):
+                        fit(at, module, 24)
+            assert found.losses and found.losses.items() <= losses.losses.items()
+    assert at.global_step == plain.global_step
+    assert all(torch.equal(value, values[name]) for name, value in expected.state_dict().items())
+    saved, best = (torch.load(tmp_path / folder / "best.ckpt") for folder in "ba")
+    assert saved["global_step"] == best["global_step"]
+    assert all(torch.equal(value, saved["state_dict"][name]) for name, value in best["state_dict"].items())
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        module = sharded_module(session)
+        loader = DataLoader(Points(8), batch_size=2)
+        with pytest.raises(UsageError, match="pass a DataLoader whose dataset has __len__"):
+            trainer(ShardwellStrategy(session), limit_val_batches=0, val_check_interval=None).fit(
+                module, DataLoader(Stream(), batch_size=2)
+            )
+        path = tmp_path / "x.ckpt"
+        torch.save({"pytorch-lightning_version": pl.__version__, "state_dict": {}}, path)
+        module.strict_loading = False
+        with pytest.raises(UsageError, match=r"Call fit\(\) without it"):
+            trainer(ShardwellStrategy(session)).fit(module, loader, ckpt_path=path)
+        module.automatic_optimization = False
+        with pytest.raises(UsageError, match=r"calls session\.steps"):
+            trainer(ShardwellStrategy(session), accumulate_grad_batches=1).fit(module, loader)
+        with pytest.raises(UsageError, match=r"expected one of shardwell\.optim"):
+            trainer(ShardwellStrategy(session)).fit(Regression(torch.optim.SGD), loader)
