@@ -485,7 +485,7 @@ _EXPLANATIONS: dict[StepPart, Explanation | Callable[[Sequence[StepTimes], Monit
     ),
     StepPart.DATA: (
         "is spent making batches",
-        "Prepare batches in advance, in worker processes or in memory, so that step.batches only has to pick them up.",
+        "Let worker processes make batches ahead: step.batches(..., num_workers=2).",
     ),
     StepPart.BETWEEN_STEPS: (
         "passes between the commit and the next step.batches",

@@ -588,6 +588,7 @@ class Session:
     def _start_over(self) -> None:
         """Joins the run again and drops the former model."""
         self._end_training()
+        self.loop.close()
         self._replica.close(lost=True)
         self.in_flight.rejoining.start_over(self._replica.epoch)
         self._start_training()
@@ -612,6 +613,7 @@ class Session:
         if self._closed:
             return
         self._mark_closed()
+        self.loop.close()
         self.store.residuals.finish()
         self._membership.leave(describe_own_error(error))  # before the group ends: the others learn why it does
         self._replica.close(lost=error is not None)

@@ -126,6 +126,7 @@ class WorkItemState:
         checksums: Checksums of the gradients that all tensor-parallel ranks compute. None: there are none.
         headers: Makes the headers of the attempt's gradients. None: it has pushed none.
         scalars: Numbers that the training script has logged for the attempt, by name.
+        data_position: Where the data rank's streams continue after the item. Empty: where they continued before.
     """
 
     def __init__(self, item: coordinator_pb2.WorkItem) -> None:
@@ -141,6 +142,7 @@ class WorkItemState:
         self.checksums: GradientChecksums | None = None
         self.headers: PartHeaders | None = None
         self.scalars: dict[str, float] = {}
+        self.data_position = ""
         self._changing = threading.Lock()
 
     # ---- the state ----
@@ -270,6 +272,7 @@ class WorkItemState:
             gradient_checksums=self.checksums.to_proto() if self.checksums is not None else None,
             number=self.item.number,
             scalars=self.scalars,
+            data_position=self.data_position,
         )
 
 

@@ -281,7 +281,7 @@ class TrackedObjects:
         state: dict[str, Any] = {"state_dict": tracked.state_dict()}
         if (groups := _param_groups(tracked)) is not None:
             state["hyperparameters"] = [_plain_group(group) for group in groups]
-        _require_plain(state["state_dict"], f"{name}.state_dict()")
+        require_plain(state["state_dict"], f"{name}.state_dict()")
         return json.dumps(state)
 
     def _restore(self, tracked: Any, state: dict[str, Any]) -> None:
@@ -304,15 +304,16 @@ def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _require_plain(value: Any, path: str) -> None:
+def require_plain(value: Any, path: str) -> None:
+    """Raises UsageError if a value is not made of numbers, strings, lists and maps. ``path`` names it."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise UsageError(f"{path} has the key {key!r}: keys must be strings to be stored with the run")
-            _require_plain(item, f"{path}[{key!r}]")
+            require_plain(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _require_plain(item, f"{path}[{index}]")
+            require_plain(item, f"{path}[{index}]")
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise UsageError(
             f"{path} is a {type(value).__name__}: only numbers, strings, lists and maps are stored with the run"

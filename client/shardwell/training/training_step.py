@@ -6,26 +6,26 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import partial
 from typing import Any, NoReturn, SupportsFloat
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader
 
 from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed, seed_generators
 from shardwell.step.step_commit import StepUpdate
 from shardwell.step.step_state import WorkItemState
+from shardwell.training.batch_sources import BatchFunction, BatchOptions, batch_function, is_stream, read_loader
+from shardwell.training.batch_workers import BatchWorkers, pin
 from shardwell.training.step_in_flight import StepInFlight
+from shardwell.training.streams import StreamReaders
 from shardwell.training.training import Training
 from shardwell_wire.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-BatchFunction = Callable[[int, int], Any]
-"""``(step, dp_rank) -> batch``."""
 
 
 class UnknownMeans(dict[str, float]):
@@ -84,16 +84,28 @@ class Step:
     Args:
         loop: Position of the loop.
         work: The step in flight.
+        feeds: Finds the batches.
         seed: The run's seed.
-        dp: Size of the data axis.
     """
 
-    def __init__(self, loop: LoopPosition, work: StepInFlight, *, seed: int, dp: int) -> None:
+    def __init__(self, loop: LoopPosition, work: StepInFlight, feeds: BatchFeeds, *, seed: int) -> None:
         self.number = loop.number
         self.global_ranks: list[int] = []
-        self._loop, self._work, self._seed, self._dp = loop, work, seed, dp
+        self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
 
-    def batches(self, source: Any, batch_size: int | None = None, *, collate_fn: Any = None) -> Iterator[Any]:
+    def batches(
+        self,
+        source: Any,
+        batch_size: int | None = None,
+        *,
+        collate_fn: Any = None,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        num_workers: int = 0,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        name: str = "data",
+    ) -> Iterator[Any]:
         """Yields one batch per work item of this trainer: one per logical rank, and those of lost trainers.
 
         A second call after an ``optimizer.step()`` in the same loop body yields the same batches again.
@@ -107,17 +119,43 @@ class Step:
         with tracked objects.
 
         Args:
-            source: A function ``(step, dp_rank) -> batch``, or a map-style dataset. Samples of a dataset are drawn
-                without repetition within an epoch.
-            batch_size: Samples per batch. Only with a dataset.
-            collate_fn: Function from a list of samples to a batch. Only with a dataset. Default: torch's collation.
+            source: A function ``(step, dp_rank) -> batch``; a map-style dataset; a stream, such as an
+                ``IterableDataset`` or a streaming dataset of Hugging Face, or a function from a data rank to a stream;
+                or a ``DataLoader``, whose settings replace the other arguments. Samples of a map-style dataset are
+                drawn without repetition within an epoch. A stream must yield the same samples whenever it is iterated.
+                Its position is part of each commit.
+            batch_size: Samples per batch, of one data rank. Only with a dataset or a stream. A stream without it yields
+                batches.
+            collate_fn: Function from a list of samples to a batch. Only with a dataset or a stream. Default: torch's
+                collation.
+            shuffle: Whether each epoch of a map-style dataset has its own order. False: the order of the dataset.
+            drop_last: Whether an epoch drops the samples that do not fill a step; of a stream, a batch. Otherwise the
+                data ranks share the last samples of a map-style dataset evenly, and the last batch of each rank's
+                stream is smaller.
+            num_workers: Processes that make the batches of the next steps. Of a stream, each reads one data rank.
+            prefetch: Batches that each process makes ahead. Default: 2.
+            pin_memory: Whether batches are in pinned memory, if there is an accelerator.
+            name: Name of the stream in the commits, or of a source with ``num_workers``, if a loop uses several.
 
         Raises:
-            UsageError: The arguments do not fit together, or a backward ran before the loop.
+            UsageError: The arguments do not fit together, a backward ran before the loop, or a stream cannot be
+                continued.
+            UnavailableError: A worker process has ended.
             DeadlineError: Other trainers did not finish in time. The message names them.
         """
-        make_batch = batch_function(source, seed=self._seed, dp=self._dp, batch_size=batch_size, collate_fn=collate_fn)
-        return self._batches(make_batch, batch_size or 0)
+        options = BatchOptions(
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            name=name,
+        )
+        if isinstance(source, DataLoader):
+            source, options = read_loader(source, options)
+        return self._batches(self._feeds.function(source, options, self._loop), options.batch_size or 0)
 
     def log(self, **scalars: float | torch.Tensor | None) -> None:
         """Logs numbers of this trainer's work item, such as its loss. ``means`` has their means over the data ranks.
@@ -218,63 +256,67 @@ def _number(name: str, value: float | torch.Tensor) -> float:
     raise UsageError(f"step.log({name}=...): expected a number or a tensor with one element, got a {what}")
 
 
-def batch_function(source: Any, *, seed: int, dp: int, batch_size: int | None, collate_fn: Any) -> BatchFunction:
-    """Returns the function (step, dp_rank) -> batch for the arguments of ``step.batches``.
+class BatchFeeds:
+    """Finds the batches of a loop's work items, and has the worker processes and streams that the loop uses.
 
     Args:
-        source: A map-style dataset, or such a function.
+        work: The step in flight.
         seed: The run's seed.
         dp: Size of the data axis.
-        batch_size: Samples per logical rank and step. Only with a dataset.
-        collate_fn: Function from a list of samples to a batch. Only with a dataset. None: torch's default.
-
-    Raises:
-        UsageError: The arguments do not fit together, or the dataset is smaller than one step.
+        optimizer_steps: Commits per iteration of the loop.
     """
-    if batch_size is None:
-        if not callable(source) or collate_fn is not None:
+
+    def __init__(self, work: StepInFlight, *, seed: int, dp: int, optimizer_steps: int) -> None:
+        self._work, self._seed, self._dp, self._optimizer_steps = work, seed, dp, optimizer_steps
+        self._open: dict[str, tuple[Any, BatchOptions, StreamReaders | BatchWorkers]] = {}
+        """Source, options, and what reads the source, by name."""
+
+    def function(self, source: Any, options: BatchOptions, loop: LoopPosition) -> BatchFunction:
+        """Returns the function (step, dp_rank) -> batch for the arguments of ``step.batches``.
+
+        It is called when torch's generators were seeded for the current work item.
+        """
+        if not (streams := is_stream(source, options)) and not options.num_workers:
+            make_batch = batch_function(source, options, seed=self._seed, dp=self._dp)
+            return (lambda *at: pin(make_batch(*at), options)) if options.pin_memory else make_batch
+        known, known_options, feed = self._open.get(options.name, (source, options, None))
+        if known_options != options or (known is not source and not (callable(source) and known == source)):
             raise UsageError(
-                "step.batches takes a function (step, dp_rank) -> batch, or a map-style dataset with batch_size=...; "
-                f"got {type(source).__name__} without batch_size"
+                f"step.batches got another {'stream' if streams else 'source'} or other options than before in this "
+                "loop: a stream, or a source with num_workers=, is opened once. Make it before the loop, and give each "
+                "of several sources its own name=..."
             )
-        return source  # type: ignore[no-any-return]
-    if not isinstance(source, Sized) or not hasattr(source, "__getitem__"):
-        raise UsageError(
-            f"step.batches(batch_size={batch_size}) needs a map-style dataset (__len__, __getitem__), "
-            f"got {type(source).__name__}"
+        if feed is None:
+            feed = self._make_feed(source, options, streams=streams)
+            self._open[options.name] = source, options, feed
+        return partial(self._make, feed, loop)
+
+    def _make_feed(self, source: Any, options: BatchOptions, *, streams: bool) -> StreamReaders | BatchWorkers:
+        if streams:
+            return StreamReaders(source, options, seed=self._seed, dp=self._dp, optimizer_steps=self._optimizer_steps)
+        return BatchWorkers(
+            batch_function(source, options, seed=self._seed, dp=self._dp),
+            options,
+            seed=self._seed,
+            optimizer_steps=self._optimizer_steps,
+            dp_ranks=lambda: sorted(item.item.dp_rank for item in self._work.state.items.values()),
         )
-    if batch_size < 1:
-        raise UsageError(f"batch_size must be at least 1, got {batch_size}")
-    collate = collate_fn or default_collate
-    size = len(source)
 
-    def make_batch(step: int, dp_rank: int) -> Any:
-        indices = sample_indices(size, batch_size=batch_size, dp=dp, seed=seed, step=step, dp_rank=dp_rank)
-        return collate([source[index] for index in indices])
+    def _make(self, feed: StreamReaders | BatchWorkers, loop: LoopPosition, number: int, dp_rank: int) -> Any:
+        item, commit = (
+            self._work.state.require_current(),
+            number if self._work.state.asynchronous else self._work.state.number,
+        )
+        if isinstance(feed, BatchWorkers):
+            return feed.make(number, commit, dp_rank)
+        seed, is_last = derive_seed(self._seed, commit, dp_rank), loop.commits == loop.optimizer_steps - 1
+        return feed.make(number, seed, item, is_last=is_last)
 
-    return make_batch
-
-
-def sample_indices(size: int, *, batch_size: int, dp: int, seed: int, step: int, dp_rank: int) -> list[int]:
-    """Returns the samples of one work item. An epoch repeats no sample and drops its last partial step.
-
-    Returns:
-        Indices into a dataset of ``size`` samples. [batch_size]
-
-    Raises:
-        UsageError: The dataset has fewer samples than one step takes.
-    """
-    steps_per_epoch = size // (batch_size * dp)
-    if steps_per_epoch == 0:
-        raise UsageError(f"the dataset has {size} samples; a step takes batch_size {batch_size} x dp {dp}")
-    epoch, position = divmod(step, steps_per_epoch)
-    start = (position * dp + dp_rank) * batch_size
-    return _permutation(size, derive_seed(seed, "epoch", epoch))[start : start + batch_size].tolist()
-
-
-@lru_cache(maxsize=2)
-def _permutation(size: int, seed: int) -> torch.Tensor:
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    def close(self) -> None:
+        """Ends the worker processes."""
+        for _, _, feed in self._open.values():
+            feed.close()
+        self._open.clear()
 
 
 class TrainingLoop:
@@ -288,6 +330,7 @@ class TrainingLoop:
     def __init__(self, in_flight: StepInFlight, training: Training) -> None:
         self._in_flight, self.iteration = in_flight, in_flight.iteration
         self._tracked, self._membership = training.tracked, training.membership
+        self._feeds: BatchFeeds | None = None
         self._position: LoopPosition | None = None
         """Position of the loop over ``steps``. None: there is no such loop."""
 
@@ -317,14 +360,18 @@ class TrainingLoop:
                 number,
             )
         loop: LoopPosition | None = None
-        state = self._in_flight.state
+        state, membership = self._in_flight.state, self._membership
+        self.close()
+        feeds = self._feeds = BatchFeeds(
+            self._in_flight, seed=membership.seed, dp=membership.world.dp, optimizer_steps=optimizer_steps
+        )
         state.item_limit = num_steps if state.asynchronous else None
         self._membership.note_loop(ended_step=None)
         try:
             while number < num_steps:
                 loop = self._position = LoopPosition(number, optimizer_steps)
                 self._in_flight.enter()
-                yield Step(loop, self._in_flight, seed=self._membership.seed, dp=self._membership.world.dp)
+                yield Step(loop, self._in_flight, feeds, seed=membership.seed)
                 self._in_flight.leave()
                 if self.iteration.voided:
                     number = self._first_iteration(optimizer_steps) if self.iteration.resume() else number
@@ -336,9 +383,15 @@ class TrainingLoop:
             if not state.asynchronous:
                 self._membership.note_loop(ended_step=state.number)
         finally:
+            feeds.close()
             if self._position is loop:  # another loop may have started
                 self._position = None
                 self.iteration.end()
+
+    def close(self) -> None:
+        """Ends the worker processes of the loop."""
+        if self._feeds is not None:
+            self._feeds.close()
 
     def _first_iteration(self, optimizer_steps: int) -> int:
         """Returns the iteration with which a loop starts. Restored objects need the end of the last committed step."""

@@ -77,6 +77,7 @@ class WorkItems:
         self._state.start_item(item)
         self._item_started_s = time.monotonic()
         item.scalars.clear()
+        item.data_position = ""
         self.attention_calls = 0
         self._units.zero_grad()
         try:

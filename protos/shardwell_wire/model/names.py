@@ -189,6 +189,20 @@ def check_scalars(names: Collection[str]) -> None:
         check_name("name of a logged number", name, MAX_SCALAR_NAME_LENGTH)
 
 
+MAX_DATA_POSITION_BYTES = 16 << 10
+"""Most bytes of the position of one data rank's streams of samples."""
+
+
+def check_data_position(position: str) -> None:
+    """Raises InvalidRequestError if the position of a data rank's streams is too long to be part of every commit."""
+    if (size := len(position.encode())) > MAX_DATA_POSITION_BYTES:
+        raise InvalidRequestError(
+            f"the position of a stream of samples has {size} bytes: expected at most {MAX_DATA_POSITION_BYTES}, "
+            "because it is part of every commit. Let state_dict() of the stream return less, or leave it out: the "
+            "samples before the position are then read again when another trainer continues"
+        )
+
+
 MAX_PLAN_BYTES = 256 << 10
 """Most bytes of a plan. Trainers leave out the last rows of a larger plan."""
 

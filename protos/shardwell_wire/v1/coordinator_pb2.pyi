@@ -912,6 +912,7 @@ class WorkItem(google.protobuf.message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     LEASE_PROOF_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    DATA_POSITION_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank of the trainer that the message is sent to."""
     dp_rank: builtins.int
@@ -934,6 +935,10 @@ class WorkItem(google.protobuf.message.Message):
     """
     number: builtins.int
     """Number of work items of the dp rank that are committed: the position in the data. In a synchronous run, the step."""
+    data_position: builtins.str
+    """FinishedItem.data_position of the dp rank's last committed item that had one. Empty: none. Only in responses to the
+    trainer that has the lease.
+    """
     def __init__(
         self,
         *,
@@ -945,8 +950,9 @@ class WorkItem(google.protobuf.message.Message):
         replica_epoch: builtins.int = ...,
         lease_proof: builtins.bytes = ...,
         number: builtins.int = ...,
+        data_position: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "lease_proof", b"lease_proof", "number", b"number", "replica_epoch", b"replica_epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "data_position", b"data_position", "dp_rank", b"dp_rank", "epoch", b"epoch", "global_rank", b"global_rank", "lease_proof", b"lease_proof", "number", b"number", "replica_epoch", b"replica_epoch"]) -> None: ...
 
 global___WorkItem = WorkItem
 
@@ -1002,11 +1008,28 @@ class RunState(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class DataPositionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STEP_FIELD_NUMBER: builtins.int
     TRACKED_JSON_FIELD_NUMBER: builtins.int
     BUFFER_VERSIONS_FIELD_NUMBER: builtins.int
     BUFFER_SOURCE_FIELD_NUMBER: builtins.int
     OPTIMIZER_GENERATIONS_FIELD_NUMBER: builtins.int
+    DATA_POSITIONS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The committed step."""
     @property
@@ -1027,6 +1050,12 @@ class RunState(google.protobuf.message.Message):
         ones than these count as known.
         """
 
+    @property
+    def data_positions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
+        """FinishedItem.data_position of each dp rank's last item that had one. Only in checkpoints and stored runs: trainers get
+        WorkItem.data_position.
+        """
+
     def __init__(
         self,
         *,
@@ -1035,9 +1064,10 @@ class RunState(google.protobuf.message.Message):
         buffer_versions: collections.abc.Iterable[global___BufferVersions] | None = ...,
         buffer_source: global___WorkItem | None = ...,
         optimizer_generations: collections.abc.Iterable[builtins.int] | None = ...,
+        data_positions: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["buffer_source", b"buffer_source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "data_positions", b"data_positions", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
 
 global___RunState = RunState
 
@@ -1962,6 +1992,7 @@ class FinishedItem(google.protobuf.message.Message):
     GRADIENT_CHECKSUMS_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     SCALARS_FIELD_NUMBER: builtins.int
+    DATA_POSITION_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -1972,6 +2003,10 @@ class FinishedItem(google.protobuf.message.Message):
     """WorkItem.copy. A copy has no effect if the other trainer has finished the item before."""
     number: builtins.int
     """WorkItem.number."""
+    data_position: builtins.str
+    """Where the dp rank's streams of samples continue after this item, at most 16 KiB. Trainers define the text. Empty:
+    where they continued before. All trainers of a replica report the same.
+    """
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
         """Number of parts pushed per unit, including units of buffers."""
@@ -2007,8 +2042,9 @@ class FinishedItem(google.protobuf.message.Message):
         gradient_checksums: collections.abc.Iterable[global___GradientChecksums] | None = ...,
         number: builtins.int = ...,
         scalars: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        data_position: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "number", b"number", "scalars", b"scalars", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "data_position", b"data_position", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "number", b"number", "scalars", b"scalars", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
 

@@ -22,7 +22,7 @@ from shardwell_wire.errors import (
     VersionGoneError,
 )
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
-from tests.support.coordinator import SGD, Harness, optimizer, proposers, take_step
+from tests.support.coordinator import SGD, Harness, Trainer, optimizer, proposers, take_step
 from tests.support.fake_shards import fail_times
 
 
@@ -244,6 +244,33 @@ async def test_tracked_state_of_the_leader_is_stored(cluster: Harness) -> None:
     await cluster.restart()
     again = await cluster.try_join("d")
     assert again.state == joined.joined.state
+
+
+async def test_positions_of_streams_are_stored_and_leased(cluster: Harness) -> None:
+    def positions(trainer: Trainer) -> dict[int, str]:
+        return {rank: item.data_position for rank, item in trainer.items.items()}
+
+    def reports(trainer: Trainer, position: str) -> list[coordinator_pb2.FinishedItem]:
+        found = trainer.finished()
+        for report in found:
+            report.data_position = position and f"{position} {report.global_rank}"
+        return found
+
+    a, b = trainers = await cluster.team_with_unit("a", "b")
+    assert positions(a) == {0: ""}
+    with pytest.raises(InvalidRequestError, match="the position of a stream of samples has 20002 bytes"):
+        await a.finish(0, reports(a, "x" * 20_000))
+    for step, position in enumerate(["one", "", "two"]):
+        for trainer in trainers:
+            await trainer.finish(step, reports(trainer, position))
+        await b.commit(step)
+        answer = await a.commit(step, wait_s=5)
+        assert not answer.state.data_positions, "items have them"
+        await b.commit(step)
+        assert (positions(a), positions(b)) == ({0: f"{position or 'one'} 0"}, {1: f"{position or 'one'} 1"})
+    await cluster.restart()
+    assert (await a.reset(3, 0)).data_position == "two 0"
+    assert not (await cluster.join("c")).joined.state.data_positions
 
 
 async def test_late_trainer_passes_the_committed_step_without_its_norm(cluster: Harness) -> None:

@@ -190,7 +190,7 @@ class StepRpcs(CoordinatorRpcs):
             servers = ", ".join(map(repr, run.units.servers))
             drop = f"servers {servers}: they drop the contributions of the former attempt"
             return coordinator_pb2.ResetWorkResponse(waiting_for=[*self._explain_stall(run).lines, drop])
-        response = coordinator_pb2.ResetWorkResponse(item=item.to_proto(request.global_rank))
+        response = coordinator_pb2.ResetWorkResponse(item=run.work.locate_data(item.to_proto(request.global_rank)))
         self._issuer.prove_leases(run, [response.item])
         return response
 
@@ -423,6 +423,7 @@ class StepRpcs(CoordinatorRpcs):
         if state is not None and state.buffer_versions:
             response.state.CopyFrom(state)
             response.state.ClearField("tracked_json")
+            response.state.ClearField("data_positions")
         return response
 
 

@@ -86,6 +86,7 @@ class TrainerRpcs(CoordinatorRpcs):
         self._issuer.prove_leases(run, response.work.items)
         if run.commits.state is not None:
             response.state.CopyFrom(run.commits.state)
+            response.state.ClearField("data_positions")
         if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
             response.checkpoint_url = checkpoint.url
         return response

@@ -222,7 +222,8 @@ def next_run_state(
         generation: ``OptimizerStep.generation`` of the step.
     """
     is_new = starts_anew(before, generation)
-    if proposed is None and not changed and not is_new:
+    positions = {rank: position for rank, item in step.items.items() if (position := item.data_position)}
+    if proposed is None and not changed and not is_new and not positions:
         return before
     state = coordinator_pb2.RunState()
     if before is not None:
@@ -231,6 +232,7 @@ def next_run_state(
     if proposed is not None:
         state.ClearField("tracked_json")
         state.tracked_json.update(proposed.tracked_json)
+    state.data_positions.update(positions)
     known = {unit.unit_index: unit for unit in state.buffer_versions}
     for index, buffers in changed.items():
         if (unit := known.get(index)) is None:

@@ -19,7 +19,14 @@ from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.steps.step import NO_REPORT, FinishedWork, ItemReport, MemberWork, Step, WorkItem
 from shardwell_wire.errors import ConflictError, InvalidRequestError, RunMismatchError, StepStateError
 from shardwell_wire.model.layout import UnitLayout
-from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_MODELS, MAX_PLAN_ROWS, check_path, check_scalars
+from shardwell_wire.model.names import (
+    MAX_PLAN_BYTES,
+    MAX_PLAN_MODELS,
+    MAX_PLAN_ROWS,
+    check_data_position,
+    check_path,
+    check_scalars,
+)
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -80,8 +87,11 @@ def _check_report(
             return None
     written, checksums = _written_buffers(report, layouts), _gradient_checksums(report, layouts)
     check_scalars(report.scalars)
+    check_data_position(report.data_position)
     summed = frozenset() if is_twin else summed
-    return FinishedWork(item, member, ItemReport(parts, summed, written, checksums, dict(report.scalars)))
+    return FinishedWork(
+        item, member, ItemReport(parts, summed, written, checksums, dict(report.scalars), report.data_position)
+    )
 
 
 def _checked_sums(step: Step, report: coordinator_pb2.FinishedItem) -> frozenset[int]:

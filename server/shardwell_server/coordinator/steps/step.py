@@ -101,6 +101,8 @@ class ItemReport:
     """Checksums, by unit and layout index, of gradients that the other tensor-parallel ranks compute, too."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the training script has logged, by name."""
+    data_position: str = ""
+    """Where the data rank's streams of samples continue. Empty: where they continued before."""
 
 
 NO_REPORT = ItemReport()
@@ -205,6 +207,11 @@ class WorkItem:
     def summed(self) -> frozenset[int]:
         """Data ranks to whose gradients those of a finished item were added. See Note: [Sums of items]."""
         return frozenset[int]().union(*(member.report.summed for member in self.members.values()))
+
+    @property
+    def data_position(self) -> str:
+        """Where the data rank's streams of samples continue after the item. Empty: where they continued before."""
+        return next(filter(None, (member.report.data_position for member in self.members.values())), "")
 
     @property
     def unfinished(self) -> list[MemberWork]:

@@ -261,6 +261,12 @@ class Work(ABC):
             self._changes.changed.notify()
         return are_last
 
+    def locate_data(self, item: coordinator_pb2.WorkItem) -> coordinator_pb2.WorkItem:
+        """Adds the position of the data rank's streams to an item of a step in flight, for the trainer that has it."""
+        if (state := self._commits.state) is not None and item.dp_rank in state.data_positions:
+            item.data_position = state.data_positions[item.dp_rank]
+        return item
+
     def reset_item(self, step: Step, item: WorkItem, request_id: str) -> None:
         """Starts a new attempt of an item, and of finished items whose trainers are lost and cannot reset them."""
         now = self._clock()
@@ -364,7 +370,7 @@ class SynchronousWork(Work):
         items = [item.to_proto(member.global_rank, replica_epoch) for item, member in played if member is not None]
         if (twinned := step.twinned_by(name)) is not None:
             items.append(twinned.twin_to_proto())
-        return coordinator_pb2.StepWork(step=step.number, items=items, position=step.number)
+        return coordinator_pb2.StepWork(step=step.number, items=map(self.locate_data, items), position=step.number)
 
     def lease_own_items(self, name: str) -> bool:
         """See ``Work``."""
@@ -512,7 +518,8 @@ class AsynchronousWork(Work):
         position = self._position(name)
         for step in self.steps:
             for item in step.leased_to(name) if not step.unfenced else ():
-                return coordinator_pb2.StepWork(step=step.number, items=[item.to_proto()], position=position)
+                found = self.locate_data(item.to_proto())
+                return coordinator_pb2.StepWork(step=step.number, items=[found], position=position)
         return coordinator_pb2.StepWork(step=self._commits.count, position=position)
 
     def find_step(self, name: str, version: int, dp_rank: int, number: int) -> Step | None:
