@@ -105,6 +105,7 @@ OVER_GRPC_ONLY = {
     "ForgetServer",
     "DescribeCluster",
     "DescribePerformance",
+    "ListReaders",
     # A shard server calls the coordinator over gRPC only.
     "RegisterServer",
     "HeartbeatServer",

@@ -46,7 +46,8 @@ MEMBER_RPCS = """
 """
 STORE_RPCS = "StoreSet StoreGet StoreAdd StoreCheck StoreDelete"
 READER_RPCS = """
-    DescribeWorld DescribeRun DescribePerformance DescribeWeights ExplainStall WatchEvents GatherBatch PinVersion
+    DescribeWorld DescribeRun DescribePerformance DescribeWeights ListReaders ExplainStall WatchEvents GatherBatch
+    PinVersion
     OpenTransport LocateShard DescribeShard DescribeStep Peek
 """
 OPEN_RPCS = "ListRuns DescribeServer MeasureTransport"

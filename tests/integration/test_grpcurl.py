@@ -61,6 +61,7 @@ def test_grpcurl_describes_the_services(coordinator: Grpcurl, shard: Grpcurl) ->
             {"world", "world_size", "rank_assignments", "replicas", "ended"},
         ),
         ("ListUnits", {"run": RUN}, {"units", "version", "placement"}),
+        ("ListReaders", {"run": RUN}, {"newest", "readers"}),
         ("ListServers", {}, {"servers", "coordinator_insecure"}),
         ("DescribeCluster", {"run": RUN}, {"shardwell_version", "term", "servers", "runs", "problems"}),
         ("ExplainStall", {"run": RUN}, {"step", "phase", "phase_s", "waiting_for"}),

@@ -140,6 +140,7 @@ FIELDS = {
     "runs": {"runs"},
     "run RUN": {"summary", "trainers", "work", "grad_norm", "optimizer", "checkpoints"},
     "world RUN": {"world", "world_size", "rank_assignments", "replicas", "ended"},
+    "readers RUN": {"newest", "readers"},
     "units RUN": {"units", "version", "placement"},
     "servers": {"servers", "coordinator_insecure"},
     "stall RUN": {"step", "phase", "phase_s", "waiting_for"},

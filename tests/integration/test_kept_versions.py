@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+
 import pytest
 import torch
 from torch import nn
@@ -142,3 +146,35 @@ def test_trainers_agree_on_the_number_of_kept_versions(cluster: shardwell.LocalC
     ):
         shardwell.join(cluster.address, run=run, world=world, min_trainers=1, keep_versions=2)
     assert session.run == run
+
+
+def test_readers_are_listed_with_their_versions(
+    cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(cluster.address, keep_versions=KEPT)
+    command = ["readers", training.run, "--address", cluster.address]
+
+    def listed() -> dict[str, tuple[str | None, str | None]]:
+        capsys.readouterr()
+        assert main([*command, "-o", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {each["name"]: (each.get("version"), each.get("lag")) for each in found.get("readers", [])}
+
+    with training.in_background():
+        with (
+            shardwell.attach(cluster.address, training.run, name="engine-1") as one,
+            shardwell.attach(cluster.address, training.run) as other,
+        ):
+            model = Model()
+            read = one.follow(model)
+            newest = training.pause()
+            assert one.wait_for(read, 5.0) == newest
+            default = f"{socket.gethostname()}:{os.getpid()}"
+            assert listed() == {"engine-1": (str(read), str(newest - read)), default: (None, None)}
+            assert other.follow(model) == other.version == newest
+            assert listed()[default] == (str(newest), "0")
+            assert main(command) == 0
+            assert "engine-1" in capsys.readouterr().out
+        assert listed() == {}
+        assert main(command) == 0
+        assert capsys.readouterr().out == f"no readers; the newest version is {newest}\n"

@@ -78,6 +78,8 @@ def test_metrics_say_what_a_run_does(cluster: shardwell.LocalCluster, tmp_path: 
             "shardwell_run_checkpoint_step": 3,
             "shardwell_run_checkpoint_failing": 0,
             "shardwell_run_rollbacks_total": 0,
+            "shardwell_run_readers": 0,
+            "shardwell_run_max_reader_lag_versions": 0,
             "shardwell_run_step_duration_seconds_count": 2,
         }.items():
             assert value(of_cluster, name, run="gpt") == expected, name

@@ -53,6 +53,11 @@ examples:
   shardwell export gpt out/ --dtype bfloat16 --max-shard-size 2GB
   shardwell export gpt checkpoint/ --format dcp     for torch.distributed.checkpoint.load
 """
+_DIGEST_EPILOG = """\
+examples:
+  shardwell digest gpt                              of the newest version
+  shardwell digest gpt --version eval-3             of a published one
+"""
 _CONVERT_DESCRIPTION = """\
 Converts a checkpoint of a run, with optimizer state, to a torch.distributed.checkpoint, or the other way round.
 
@@ -109,6 +114,7 @@ def add_digest_parser(subparsers: Subparsers, help_line: str) -> None:
         _digest,
         description="Prints a SHA-256 digest of names, dtypes, shapes and values of all parameters and buffers of one "
         "version. shardwell.weights_digest(full_state_dict(model)) is the same if the model has the run's names.",
+        epilog=_DIGEST_EPILOG,
     )
     parser.add_argument("run", metavar="RUN", help="name of the run")
     _add_version(parser)

@@ -341,6 +341,14 @@ _COMMANDS = (
         _WORLD,
     ),
     _Command(
+        "readers",
+        "show who reads a run's weights, and how far each is behind",
+        "shardwell readers gpt; shardwell readers gpt --watch",
+        _shows("ListReaders", coordinator_pb2.ListReadersRequest, tables.readers),
+        (_RUN,),
+        notes="Lists readers (shardwell.attach) that have asked for weights in the last ten minutes.",
+    ),
+    _Command(
         "units",
         "show a run's units, and the primary and the backups of every shard",
         "shardwell units gpt",

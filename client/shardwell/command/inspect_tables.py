@@ -318,6 +318,19 @@ def _backup_state(backup: coordinator_pb2.BackupSummary) -> str:
     return coordinator_pb2.BackupState.Name(backup.state).removeprefix("BACKUP_STATE_").lower().replace("_", " ")
 
 
+def readers(response: coordinator_pb2.ListReadersResponse) -> RenderableType:
+    """Renders ``shardwell readers``."""
+    if not response.readers:
+        return f"no readers; the newest version is {response.newest}"
+    table = Listing("READER", "HOST", "VERSION", "BEHIND", "RECEIVED", "LAST REQUEST", optional=("RECEIVED", "HOST"))
+    for reader in response.readers:
+        version, lag = (str(reader.version), str(reader.lag)) if reader.HasField("version") else ("none yet", "-")
+        table.add_row(
+            reader.name, reader.host, version, lag, format_size(reader.received_bytes), silent(reader.silent_s)
+        )
+    return Group(table, f"newest version: {response.newest}")
+
+
 def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
     """Renders ``shardwell servers``."""
     insecure = [("the coordinator", response.coordinator_insecure)] if response.coordinator_insecure else []

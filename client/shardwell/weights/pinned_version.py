@@ -363,7 +363,13 @@ def _open(reader: UnitReader, shard: common_pb2.ShardRange, wait_s: float) -> St
 
 
 def describe_weights(
-    coordinator: CoordinatorClient, run: str, *, version: int | None = None, name: str = "", wait_s: float = 0.0
+    coordinator: CoordinatorClient,
+    run: str,
+    *,
+    version: int | None = None,
+    name: str = "",
+    wait_s: float = 0.0,
+    reader: coordinator_pb2.ReaderReport | None = None,
 ) -> coordinator_pb2.DescribeWeightsResponse:
     """Describes a version, the published version of a name, or the newest. Repeats the request for ``wait_s`` seconds.
 
@@ -375,7 +381,9 @@ def describe_weights(
     give_up = time.monotonic() + wait_s
     while True:
         left_s = max(0.0, give_up - time.monotonic())
-        request = coordinator_pb2.DescribeWeightsRequest(run=run, version=version, published_name=name, wait_s=left_s)
+        request = coordinator_pb2.DescribeWeightsRequest(
+            run=run, version=version, published_name=name, wait_s=left_s, reader=reader
+        )
         try:
             answer: coordinator_pb2.DescribeWeightsResponse = coordinator.call(
                 "DescribeWeights", request, timeout_s=left_s + _CALL_MARGIN_S

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -26,10 +29,14 @@ from shardwell.weights.pinned_version import (
 from shardwell.weights.weight_files import Rename, differences, listed
 from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
-from shardwell_wire.errors import UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.errors import ShardwellError, UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.tls import TlsOptions
+from shardwell_wire.v1 import coordinator_pb2
+
+_LEAVE_LIMIT_S = 2.0
+"""How long a reader that is closed waits for the coordinator to note it."""
 
 
 class Reader:
@@ -48,6 +55,7 @@ class Reader:
         timeout_s: Deadline of each read in seconds, which includes the time in which a shard server is replaced.
         gather_dtype: Dtype in which 32-bit weights travel.
         delta_cache_bytes: Limit of the memory for deltas.
+        name: Name of the reader in ``shardwell readers``.
     """
 
     def __init__(
@@ -58,10 +66,16 @@ class Reader:
         *,
         gather_dtype: str = "float32",
         delta_cache_bytes: int = 0,
+        name: str = "",
     ) -> None:
-        self._coordinator, self._timeout_s = coordinator, timeout_s
-        newest = describe_weights(coordinator, run)
-        self.run, self.run_id = run, newest.run_id
+        self._coordinator, self._timeout_s, self.run = coordinator, timeout_s, run
+        host = socket.gethostname()
+        self._report = coordinator_pb2.ReaderReport(
+            reader_id=uuid.uuid4().hex, name=name or f"{host}:{os.getpid()}", host=host
+        )
+        """What the coordinator is told with each request."""
+        newest = describe_weights(coordinator, run, reader=self._report)
+        self.run_id = newest.run_id
         self._connections = RunConnections(
             RunIdentity(run, newest.run_id),
             coordinator.credentials,
@@ -74,7 +88,11 @@ class Reader:
     @property
     def version(self) -> int:
         """The newest committed version, which is the number of committed steps."""
-        return describe_weights(self._coordinator, self.run).version
+        return self._describe().version
+
+    def _describe(self, version: int | None = None, wait_s: float = 0.0) -> coordinator_pb2.DescribeWeightsResponse:
+        self._report.received_bytes = int(self._connections.stats()["received_bytes"])
+        return describe_weights(self._coordinator, self.run, version=version, wait_s=wait_s, reader=self._report)
 
     def stats(self) -> dict[str, float]:
         """Returns what this reader has received over sockets and gRPC.
@@ -92,7 +110,7 @@ class Reader:
             DeadlineError: The version was not committed within ``timeout_s`` seconds.
         """
         try:
-            return describe_weights(self._coordinator, self.run, version=version, wait_s=timeout_s).version
+            return self._describe(version, timeout_s).version
         except VersionGoneError as error:
             return int(error.data["newest"])
 
@@ -130,6 +148,7 @@ class Reader:
             version=version,
         ) as pinned:
             yield pinned
+            self._report.version = pinned.version
 
     def digest(self, version: int | str | None = None) -> str:
         """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the run.
@@ -197,6 +216,11 @@ class Reader:
 
     def close(self) -> None:
         """Closes the connections. Harmless to repeat."""
+        if not self._report.leaving:
+            self._report.leaving = True
+            with suppress(ShardwellError):  # otherwise `shardwell readers` lists this reader for some minutes
+                request = coordinator_pb2.DescribeWeightsRequest(run=self.run, reader=self._report)
+                self._coordinator.call("DescribeWeights", request, timeout_s=_LEAVE_LIMIT_S)
         self._connections.close()
         self._coordinator.close()
 
@@ -218,6 +242,7 @@ def attach(
     timeout_s: float = 60.0,
     gather_dtype: str = "float32",
     delta_cache_bytes: int = 0,
+    name: str = "",
 ) -> Reader:
     """Attaches to a run to read its weights during training, without joining it.
 
@@ -235,6 +260,7 @@ def attach(
             ``int8`` or ``float8``. Buffers are never rounded.
         delta_cache_bytes: Bytes of memory in which the reader keeps 16-bit weights, so that the servers send only what
             has changed since it read them.
+        name: Name of the reader in ``shardwell readers``. Default: this host and process.
 
     Raises:
         NotFoundError: The run does not exist.
@@ -257,6 +283,7 @@ def attach(
             timeout_s,
             gather_dtype=gather_dtype,
             delta_cache_bytes=delta_cache_bytes,
+            name=name,
         )
     except BaseException:
         coordinator.close()

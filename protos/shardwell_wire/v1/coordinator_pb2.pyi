@@ -4121,6 +4121,7 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PUBLISHED_NAME_FIELD_NUMBER: builtins.int
+    READER_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
@@ -4130,16 +4131,21 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
     """Name under which the version to describe is published. Empty: none."""
     wait_s: builtins.float
     """Longest time to wait for the version to be committed, in seconds. 0: do not wait."""
+    @property
+    def reader(self) -> global___ReaderReport:
+        """The reader that asks. Unset: none, such as a command."""
+
     def __init__(
         self,
         *,
         run: builtins.str = ...,
         version: builtins.int | None = ...,
         published_name: builtins.str = ...,
+        reader: global___ReaderReport | None = ...,
         wait_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "published_name", b"published_name", "run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "reader", b"reader", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "published_name", b"published_name", "reader", b"reader", "run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___DescribeWeightsRequest = DescribeWeightsRequest
@@ -4243,6 +4249,125 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["kept_versions", b"kept_versions", "newest", b"newest", "published", b"published", "rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
+
+@typing.final
+class ReaderReport(google.protobuf.message.Message):
+    """What a reader says of itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    READER_ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
+    reader_id: builtins.str
+    """Random id of the reader."""
+    name: builtins.str
+    """Name of the reader, for users."""
+    host: builtins.str
+    """Host of the reader."""
+    version: builtins.int
+    """Version that it has read last. Unset: none yet."""
+    received_bytes: builtins.int
+    """Bytes that it has received over networks."""
+    leaving: builtins.bool
+    """Whether it is about to end."""
+    def __init__(
+        self,
+        *,
+        reader_id: builtins.str = ...,
+        name: builtins.str = ...,
+        host: builtins.str = ...,
+        version: builtins.int | None = ...,
+        received_bytes: builtins.int = ...,
+        leaving: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "host", b"host", "leaving", b"leaving", "name", b"name", "reader_id", b"reader_id", "received_bytes", b"received_bytes", "version", b"version"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___ReaderReport = ReaderReport
+
+@typing.final
+class ListReadersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """Name of the run."""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["run", b"run"]) -> None: ...
+
+global___ListReadersRequest = ListReadersRequest
+
+@typing.final
+class ReaderSummary(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    LAG_FIELD_NUMBER: builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: builtins.int
+    SILENT_S_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the reader."""
+    host: builtins.str
+    """Host of the reader."""
+    version: builtins.int
+    """Version that it has read last. Unset: none yet."""
+    lag: builtins.int
+    """Number of versions by which it is behind the newest. Unset: it has read none."""
+    received_bytes: builtins.int
+    """Bytes that it has received over networks."""
+    silent_s: builtins.float
+    """Seconds since it asked for weights last."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        host: builtins.str = ...,
+        version: builtins.int | None = ...,
+        lag: builtins.int | None = ...,
+        received_bytes: builtins.int = ...,
+        silent_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_lag", b"_lag", "_version", b"_version", "lag", b"lag", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_lag", b"_lag", "_version", b"_version", "host", b"host", "lag", b"lag", "name", b"name", "received_bytes", b"received_bytes", "silent_s", b"silent_s", "version", b"version"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lag", b"_lag"]) -> typing.Literal["lag"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___ReaderSummary = ReaderSummary
+
+@typing.final
+class ListReadersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NEWEST_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
+    newest: builtins.int
+    """The newest committed version."""
+    @property
+    def readers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReaderSummary]:
+        """Readers that have asked for weights in the last ten minutes, those that are furthest behind first."""
+
+    def __init__(
+        self,
+        *,
+        newest: builtins.int = ...,
+        readers: collections.abc.Iterable[global___ReaderSummary] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["newest", b"newest", "readers", b"readers"]) -> None: ...
+
+global___ListReadersResponse = ListReadersResponse
 
 @typing.final
 class PublishVersionRequest(google.protobuf.message.Message):

@@ -227,6 +227,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.SerializeToString,
                 response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.FromString,
                 _registered_method=True)
+        self.ListReaders = channel.unary_unary(
+                '/shardwell_wire.v1.CoordinatorService/ListReaders',
+                request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListReadersRequest.SerializeToString,
+                response_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListReadersResponse.FromString,
+                _registered_method=True)
         self.PublishVersion = channel.unary_unary(
                 '/shardwell_wire.v1.CoordinatorService/PublishVersion',
                 request_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.PublishVersionRequest.SerializeToString,
@@ -602,6 +607,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListReaders(self, request, context):
+        """Inspection: lists the readers of a run and the versions that they have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PublishVersion(self, request, context):
         """Any client: names a version of a run, which stays readable until the name is removed.
 
@@ -824,6 +836,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.RebalanceRun,
                     request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.FromString,
                     response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.SerializeToString,
+            ),
+            'ListReaders': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReaders,
+                    request_deserializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListReadersRequest.FromString,
+                    response_serializer=shardwell__wire_dot_v1_dot_coordinator__pb2.ListReadersResponse.SerializeToString,
             ),
             'PublishVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishVersion,
@@ -1831,6 +1848,33 @@ class CoordinatorService(object):
             '/shardwell_wire.v1.CoordinatorService/RebalanceRun',
             shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunRequest.SerializeToString,
             shardwell__wire_dot_v1_dot_coordinator__pb2.RebalanceRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListReaders(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardwell_wire.v1.CoordinatorService/ListReaders',
+            shardwell__wire_dot_v1_dot_coordinator__pb2.ListReadersRequest.SerializeToString,
+            shardwell__wire_dot_v1_dot_coordinator__pb2.ListReadersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,6 +15,7 @@ from shardwell_server.coordinator.kept_versions import KeptVersions
 from shardwell_server.coordinator.placed_units import DeclaredUnits, Initializer, Relocations, Unit
 from shardwell_server.coordinator.ranks.members import Member, Members, MemberState, tell
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant, RankOwners, candidates
+from shardwell_server.coordinator.readers import Readers
 from shardwell_server.coordinator.run_checkpoints import CheckpointSource, RunCheckpoints
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.signals import RunChanges, SharedCall
@@ -67,6 +68,7 @@ class Run:
         """Number of committed steps at which a trainer's loop has ended. None: not known."""
         self.created_by, self.created_on = "", ""
         """The trainer that joined first, and its host. Empty: not known."""
+        self.readers = Readers()
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
         self.replace_settings(settings)

@@ -236,7 +236,10 @@ COORDINATOR_RPCS: Mapping[str, Rule] = {
     "ListRuns": _HARMLESS,
     "DescribeWorld": _READERS,
     "ListUnits": _READERS_AND_RELAYS,
-    **dict.fromkeys(("DescribeRun", "DescribePerformance", "DescribeWeights", "ExplainStall", "WatchEvents"), _READERS),
+    **dict.fromkeys(
+        ("DescribeRun", "DescribePerformance", "DescribeWeights", "ListReaders", "ExplainStall", "WatchEvents"),
+        _READERS,
+    ),
 }
 
 SHARD_RPCS: Mapping[str, Rule] = {

@@ -51,7 +51,8 @@ PLACES = {
     "MeasureTransport": dict.fromkeys(("size_bytes", "chunk_bytes"), "measurement_chunks: 64 MiB, MAX_CHUNK_BYTES"),
     "Peek": {"count": "MAX_PEEK_COUNT"},
     "DeclareParallelPlan": dict.fromkeys(
-        ("size_bytes", "element_count", "bytes_per_step", "count", "omitted_row_count"), "numbers that are only shown"
+        ("size_bytes", "element_count", "bytes_per_step", "count", "omitted_row_count", "received_bytes"),
+        "numbers that are only shown",
     ),
 }
 """Fields that name a place or a size, by rpc, and what guards them. Ranges ``[start_bytes, stop_bytes)`` are checked
@@ -82,7 +83,9 @@ OTHER_TEXTS = {
     "value": "KeyValueStore: at most 8 MiB; tracked state: the message",
     **dict.fromkeys(("class_name", "first_layer", "kind", "last_layer", "model", "part", "style"), "only shown"),
     **dict.fromkeys(("advice", "finding", "severity"), "check_step_report: shown, at most 1000 printable characters"),
-    **dict.fromkeys(("name", "operation", "phase", "published_name", "schedule"), "a name that is shown or compared"),
+    **dict.fromkeys(
+        ("name", "operation", "phase", "published_name", "reader_id", "schedule"), "a name that is shown or compared"
+    ),
     **dict.fromkeys(("run_ids", "target_server_id"), "names of runs and servers"),
 }
 """Other strings and bytes, by field, and what is done with them."""

@@ -115,6 +115,16 @@ _OF_RUN: tuple[tuple[str, str, Callable[[Run], float]], ...] = (
         "1 while the run is loaded from a checkpoint.",
         lambda run: run.checkpoints.restore is not None,
     ),
+    (
+        "shardwell_run_readers",
+        "Readers that have asked for weights in the last ten minutes.",
+        lambda run: len(run.readers.describe(run.committed_step, run.clock())),
+    ),
+    (
+        "shardwell_run_max_reader_lag_versions",
+        "Versions by which the slowest of these readers is behind the newest; 0 without readers.",
+        lambda run: max((each.lag for each in run.readers.describe(run.committed_step, run.clock())), default=0),
+    ),
 )
 """Metrics of each run: name, meaning and value. Those whose name ends in ``_total`` are counters."""
 _OF_CHECKPOINT: tuple[tuple[str, str, Callable[[CheckpointRecord], float]], ...] = (

@@ -243,8 +243,18 @@ class InspectionRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.DescribeWeightsResponse:
         run = self._state.require_run(request.run)
         wanted = request.version if request.HasField("version") else None
+        if request.HasField("reader"):
+            run.readers.note(request.reader, self._state.clock())
         return await describe.describe_weights(
             run, self._state.cluster, wanted, request.published_name, wait_limit(call, request.wait_s)
+        )
+
+    async def ListReaders(
+        self, request: coordinator_pb2.ListReadersRequest, call: Call
+    ) -> coordinator_pb2.ListReadersResponse:
+        run = self._state.require_run(request.run)
+        return coordinator_pb2.ListReadersResponse(
+            newest=run.committed_step, readers=run.readers.describe(run.committed_step, self._state.clock())
         )
 
     async def PublishVersion(

@@ -1,0 +1,41 @@
+"""The readers of a run, as the coordinator lists them."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwell_server.coordinator.readers import FORGET_AFTER_S, Readers
+from shardwell_wire.errors import InvalidRequestError
+from shardwell_wire.v1.coordinator_pb2 import ReaderReport
+
+
+def test_reader_that_is_furthest_behind_comes_first() -> None:
+    readers = Readers()
+    for name, version in (("new", 9), ("old", 2), ("none", None)):
+        readers.note(ReaderReport(reader_id=name, name=name, version=version), 1.0)
+    readers.note(ReaderReport(reader_id="new", name="new", version=8), 3.0)
+    found = [(each.name, each.lag, each.silent_s) for each in readers.describe(10, 4.0)]
+    assert found == [("old", 8, 3.0), ("new", 2, 1.0), ("none", 0, 3.0)]
+
+
+def test_silent_and_leaving_readers_are_forgotten() -> None:
+    readers = Readers()
+    readers.note(ReaderReport(reader_id="silent"), 0.0)
+    readers.note(ReaderReport(reader_id="leaves"), 5.0)
+    readers.note(ReaderReport(reader_id="stays"), 5.0)
+    readers.note(ReaderReport(reader_id="leaves", leaving=True), 6.0)
+    assert len(readers.describe(0, FORGET_AFTER_S)) == 1
+
+
+def test_number_of_readers_is_limited() -> None:
+    readers = Readers()
+    for number in range(1200):
+        readers.note(ReaderReport(reader_id=str(number), name=str(number)), 0.0)
+    assert {int(each.name) for each in readers.describe(0, 1.0)} == set(range(200, 1200))
+
+
+@pytest.mark.parametrize("field", ["reader_id", "name", "host"])
+@pytest.mark.parametrize("text", ["x" * 201, "a\x1b[31m"])
+def test_texts_that_cannot_be_shown_are_refused(field: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="expected at most 200 characters"):
+        Readers().note(ReaderReport(**{field: text}), 0.0)
