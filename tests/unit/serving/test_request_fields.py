@@ -51,9 +51,9 @@ PLACES = {
     "MeasureTransport": dict.fromkeys(("size_bytes", "chunk_bytes"), "measurement_chunks: 64 MiB, MAX_CHUNK_BYTES"),
     "Peek": {"count": "MAX_PEEK_COUNT"},
     "DeclareParallelPlan": dict.fromkeys(
-        ("size_bytes", "element_count", "bytes_per_step", "count", "omitted_row_count", "received_bytes"),
-        "numbers that are only shown",
+        ("size_bytes", "element_count", "bytes_per_step", "count", "omitted_row_count"), "numbers that are only shown"
     ),
+    "DescribeWeights": {"received_bytes": "only shown"},
 }
 """Fields that name a place or a size, by rpc, and what guards them. Ranges ``[start_bytes, stop_bytes)`` are checked
 against the unit."""
