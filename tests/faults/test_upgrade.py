@@ -22,8 +22,9 @@ def start_next_version(server: ServerProcess) -> ForkedProcess:
     return ForkedProcess(module, server._arguments, local_cluster._server_environment(), server.log_path)
 
 
+@pytest.mark.parametrize("number", ["INT", "TERM"])
 def test_a_run_goes_on_while_all_servers_are_replaced_by_the_next_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (
         shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster,
@@ -37,7 +38,7 @@ def test_a_run_goes_on_while_all_servers_are_replaced_by_the_next_version(
             (tmp_path / f"{server.name}.pid").write_text(str(server.pid))
         cluster.coordinator.keep_running(60.0)
         monkeypatch.setattr(ServerProcess, "_start", start_next_version)
-        command = f"kill -INT $(cat {tmp_path}/{{server}}.pid)"
+        command = f"kill -{number} $(cat {tmp_path}/{{server}}.pid)"
         options = ["--restart-command", command, "--coordinator-command", command, "--address", cluster.address]
         assert main(["upgrade", *options, "--timeout", "90"]) == 0
         printed = capsys.readouterr().out
@@ -49,9 +50,18 @@ def test_a_run_goes_on_while_all_servers_are_replaced_by_the_next_version(
         run.finish()
 
 
-def test_upgrade_stops_at_the_first_failure_and_says_how_to_continue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_servers_that_one_command_restarts_together_are_restarted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        pids = " ".join(str(server.pid) for server in cluster.shards)
+        asked = ["upgrade", "--restart-command", f"kill -INT {pids}", "--address", cluster.address, "--timeout", "60"]
+        assert main(asked) == 0
+        printed = capsys.readouterr().out
+        assert [server.ends for server in cluster.shards] == [[0], [0]]
+    assert "shard-0: restarting" in printed and "shard-1: has been restarted with another server" in printed
+    assert "coordinator: not restarted" in printed
+
+
+def test_upgrade_stops_at_the_first_failure_and_says_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
     with shardwell.LocalCluster(num_shards=2) as cluster:
         address = ["--address", cluster.address]
         assert main(["upgrade", "--restart-command", "exit 7 # {server} {host}", *address]) == 1
