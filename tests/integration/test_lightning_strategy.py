@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             trainer(ShardwellStrategy(session), limit_val_batches=0, val_check_interval=None).fit(
                 module, DataLoader(Stream(), batch_size=2)
             )
+        with pytest.raises(UsageError, match=r"a DataLoader of a torch\.utils\.data\.Subset"):
+            trainer(ShardwellStrategy(session), limit_train_batches=3).fit(module, loader, loader)
+        with pytest.raises(UsageError, match="several training loaders"):
+            trainer(ShardwellStrategy(session)).fit(module, [loader, loader], loader)
         path = tmp_path / "x.ckpt"
         torch.save({"pytorch-lightning_version": pl.__version__, "state_dict": {}}, path)
         module.strict_loading = False
@@ -219,3 +225,12 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             trainer(ShardwellStrategy(session), accumulate_grad_batches=1).fit(module, loader)
         with pytest.raises(UsageError, match=r"expected one of shardwell\.optim"):
             trainer(ShardwellStrategy(session)).fit(Regression(torch.optim.SGD), loader)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name == "lightning" or name.startswith("lightning."):
+            monkeypatch.setitem(sys.modules, name, None)  # an import raises ModuleNotFoundError
+    monkeypatch.delitem(sys.modules, "shardwell.integrations.lightning")
+    with pytest.raises(ImportError, match=r"cannot import lightning.*pip install"):
+        importlib.import_module("shardwell.integrations.lightning")

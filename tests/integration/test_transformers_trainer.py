@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+from torch import nn
 from transformers import LlamaForCausalLM
 
 import shardwell
@@ -78,6 +83,13 @@ def arguments(kind: type[Any], folder: Path, **options: Any) -> Any:
     return kind(str(folder), **given)
 
 
+def adapted_llama() -> nn.Module:
+    """Returns a model with an adapter of PEFT."""
+    model = tiny_llama()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+
+
 def plain_trainer(folder: Path, size: int = 22, callbacks: Any = (), **options: Any) -> transformers.Trainer:
     given = arguments(transformers.TrainingArguments, folder, **options)
     return transformers.Trainer(
@@ -136,6 +148,34 @@ def test_trainer_computes_the_bits_of_the_plain_trainer(case: str, tmp_path: Pat
         assert found.metrics["test_loss"] == predicted.metrics["test_loss"]
     if dp == 1:
         assert calls.events == expected_calls.events
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapter_has_the_bits_of_the_plain_trainer(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+    given = arguments(transformers.TrainingArguments, tmp_path / "a", **options)
+    transformers.Trainer(adapted_llama(), given, train_dataset=Tokens(22)).train()
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        model = adapted_llama()
+        shardwell.auto_wrap(model, session)
+        given = arguments(sharded.TrainingArguments, tmp_path / "b", **options)
+        sharded.Trainer(model, given, train_dataset=Tokens(22)).train()
+    expected, saved = (load_file(tmp_path / folder / "checkpoint-4/adapter_model.safetensors") for folder in "ab")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(value, saved[name]) for name, value in expected.items())
+    settings = [(tmp_path / folder / "checkpoint-4/adapter_config.json").read_text() for folder in "ab"]
+    assert settings[0] == settings[1]
+
+
+def test_label_smoothing_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
+    """The Trainer shifts labels for models whose class it knows by name."""
+    options = {"max_steps": 2, "label_smoothing_factor": 0.1, "eval_strategy": "no"}
+    expected = plain_trainer(tmp_path / "a", **options)
+    expected.train()
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        trainer = sharded_trainer(session, tmp_path / "b", **options)
+        trainer.train()
+        assert_same(trainer, expected)
 
 
 def test_subclass_of_the_trainer_may_be_mixed_in(tmp_path: Path) -> None:
@@ -241,6 +281,11 @@ def test_second_train_of_a_finished_trainer_trains_nothing(tmp_path: Path) -> No
         assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
+class OwnLoaderTrainer(sharded.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset)
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter([])
@@ -264,6 +309,11 @@ def refused(session: shardwell.Session, folder: Path, case: str) -> None:
             sharded_trainer(session, folder, load_best_model_at_end=True, save_strategy="steps", save_steps=3)
         case "resume_from_checkpoint":
             sharded_trainer(session, folder).train(resume_from_checkpoint=True)
+        case "a loader":
+            model = tiny_llama()
+            shardwell.auto_wrap(model, session)
+            given = arguments(sharded.TrainingArguments, folder, eval_strategy="no")
+            OwnLoaderTrainer(model, given, train_dataset=Tokens(8)).train()
         case "a stream":
             trainer = sharded_trainer(session, folder, max_steps=2)
             trainer.train_dataset = Stream()
@@ -280,6 +330,7 @@ def refused(session: shardwell.Session, folder: Path, case: str) -> None:
         ("auto_find_batch_size", "same batch size"),
         ("load_best_model_at_end", "best_model_checkpoint"),
         ("resume_from_checkpoint", r"Call train\(\) without it"),
+        ("a loader", r"class MyTrainer\(Trainer, ThatClass\)"),
         ("a stream", "pass a dataset with __len__"),
     ],
 )
@@ -308,3 +359,12 @@ def test_launcher_is_hidden_from_the_trainer(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     given = arguments(sharded.TrainingArguments, tmp_path)
     assert (given.world_size, given.process_index, given.parallel_mode.value) == (1, 0, "not_parallel")
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name == "transformers" or name.startswith("transformers."):
+            monkeypatch.setitem(sys.modules, name, None)  # an import raises ModuleNotFoundError
+    monkeypatch.delitem(sys.modules, "shardwell.integrations.transformers")
+    with pytest.raises(ImportError, match=r"cannot import transformers.*pip install"):
+        importlib.import_module("shardwell.integrations.transformers")

@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
+
+from shardwell.session.session import Session
+from shardwell_wire.errors import UsageError
 
 _LAUNCHER = (
     "RANK",
@@ -37,3 +41,26 @@ def single_process() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def check_session(session: Session) -> None:
+    """Raises UsageError for a run with tensor or pipeline parallelism, of which no framework here knows."""
+    if session.world.replica_size > 1:
+        raise UsageError(f"{session.world}: frameworks divide the data only, World(dp=N)")
+
+
+def refuse_resuming(argument: str, call: str) -> NoReturn:
+    """Raises UsageError for a framework's checkpoint, which does not have the state that is on the shard servers."""
+    raise UsageError(
+        f"{argument}: the weights and the optimizer's state are on the shard servers. Call {call} without it: the run "
+        "continues at its committed step. To continue on another cluster, save checkpoints of Shardwell, "
+        "shardwell.join(checkpoint_dir=..., resume='latest')"
+    )
+
+
+def refuse_unknown_steps(session: Session) -> NoReturn:
+    """Raises UsageError for a run whose steps were committed without the framework's state."""
+    raise UsageError(
+        f"run {session.run!r} has {session.step} steps that this trainer's loop has not committed, so the state of its "
+        "schedule and callbacks is unknown: start another run, shardwell.join(run=NAME)"
+    )

@@ -29,7 +29,8 @@ class WorkItemBatches:
     """
 
     def __init__(self, loader: Any, shards: Sequence[Any], accumulation: int, *, seed: int, sampler_seed: int) -> None:
-        self._dataset, self._collate, self._sampler = loader.dataset, loader.collate_fn, loader.batch_sampler.sampler
+        self._dataset, self._collate = loader.dataset, loader.collate_fn
+        self._sampler: Any = getattr(loader.batch_sampler, "sampler", None)
         self._shards, self._accumulation = shards, accumulation
         self._seed, self._sampler_seed = seed, sampler_seed
         self._indices: dict[tuple[int, int], list[list[int]]] = {}

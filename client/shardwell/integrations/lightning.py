@@ -28,6 +28,7 @@ except ImportError as error:
     raise ImportError(f"shardwell.integrations.lightning cannot import {error.name}: pip install lightning") from error
 
 from shardwell import optim
+from shardwell.integrations import check_session, refuse_resuming, refuse_unknown_steps
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.session.session import Session
@@ -53,8 +54,7 @@ class ShardwellStrategy(SingleDeviceStrategy):
 
     def __init__(self, session: Session, device: Any = None, **options: Any) -> None:
         super().__init__(device or session.device(), **options)
-        if session.world.replica_size > 1:
-            raise UsageError(f"{session.world}: the strategy knows data ranks only, World(dp=N)")
+        check_session(session)
         self.means: Any = {}
         self._session = session
         self._steps: Any = None
@@ -95,18 +95,11 @@ class ShardwellStrategy(SingleDeviceStrategy):
             trainer._checkpoint_connector._loaded_checkpoint = tracked.restored
             trainer._checkpoint_connector.restore_callbacks()  # Lightning restores the rest after this call
         elif self._session.step:
-            raise UsageError(
-                f"run {self._session.run!r} has {self._session.step} steps that this strategy has not committed, so "
-                "the state of the loops is unknown: start another run, shardwell.join(run=NAME)"
-            )
+            refuse_unknown_steps(self._session)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Refuses to load weights into a sharded model."""
-        raise UsageError(
-            f"ckpt_path={str(checkpoint_path)!r}: the weights and the optimizer's state are on the shard servers. Call "
-            "fit() without it: the run continues at its committed step. To continue on another cluster, save "
-            "checkpoints of Shardwell, shardwell.join(checkpoint_dir=..., resume='latest')"
-        )
+        refuse_resuming(f"ckpt_path={str(checkpoint_path)!r}", "fit()")
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Returns a loader of empty batches instead of the training loader, and any other loader as it is."""
@@ -117,6 +110,11 @@ class ShardwellStrategy(SingleDeviceStrategy):
             raise UsageError(
                 f"the training loader is a {type(dataloader).__name__}: any trainer may have to compute any batch, so "
                 "pass a DataLoader whose dataset has __len__ and __getitem__"
+            )
+        if isinstance(trainer.limit_train_batches, int) or trainer.limit_train_batches < 1 or trainer.overfit_batches:
+            raise UsageError(
+                "limit_train_batches and overfit_batches would divide the run's steps into other epochs than the "
+                "data: pass a DataLoader of a torch.utils.data.Subset of the dataset"
             )
         dp, seed, accumulation = self._session.world.dp, self._session.seed, trainer.accumulate_grad_batches
         shards = [_Shard(dataloader.batch_sampler, dp, rank) for rank in range(dp)]
@@ -135,6 +133,8 @@ class ShardwellStrategy(SingleDeviceStrategy):
         if trainer.fit_loop._should_accumulate():
             return
         if self._steps is None:
+            if len(trainer.fit_loop._combined_loader.flattened) != 1:
+                raise UsageError("the module has several training loaders: return one, with a dataset of all samples")
             most = trainer.estimated_stepping_batches
             self._num_steps = sys.maxsize if math.isinf(most) else int(most)
             self._steps = self._session.steps(self._num_steps)

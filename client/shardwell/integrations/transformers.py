@@ -31,7 +31,7 @@ except ImportError as error:
     ) from error
 
 from shardwell import optim
-from shardwell.integrations import single_process
+from shardwell.integrations import check_session, refuse_resuming, refuse_unknown_steps, single_process
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.session.session import Session, session_of
 from shardwell.training.training_step import Step
@@ -86,6 +86,7 @@ class Trainer(transformers.Trainer):
         self._plays_rank_0 = self._session.global_rank == 0
         self._sharded: Any = None
         self._steps: Any = None
+        self._batches: Any = None
         self._norm: float | None = None
         self._tracked = _TrackedTrainer(self)
         super().__init__(model, args or TrainingArguments("tmp_trainer"), *others, **options)
@@ -108,15 +109,16 @@ class Trainer(transformers.Trainer):
             UsageError: ``resume_from_checkpoint`` is set, or the steps of the run were not committed by a Trainer.
         """
         if resume_from_checkpoint:
-            raise UsageError(
-                "train(resume_from_checkpoint=...): the weights and the optimizer's state are on the shard servers. "
-                "Call train() without it: the run continues at its committed step. To continue on another cluster, "
-                "save checkpoints of Shardwell, shardwell.join(checkpoint_dir=..., resume='latest')"
-            )
+            refuse_resuming("train(resume_from_checkpoint=...)", "train()")
         self.create_optimizer()
         while True:
             state = self._start_state()
             max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+            if self._batches is None:
+                raise UsageError(
+                    f"{type(self).__name__}.get_train_dataloader hides that of shardwell.integrations.transformers."
+                    "Trainer: let it be a method of another class, class MyTrainer(Trainer, ThatClass)"
+                )
             if state and state["state"]["global_step"] >= max_steps:
                 logger.warning("run %r has %d steps already: train() has nothing to do", self._session.run, max_steps)
                 self.state = transformers.TrainerState(**state["state"])
@@ -140,10 +142,7 @@ class Trainer(transformers.Trainer):
         """Returns the state of the last commit. None at the start of a run."""
         state = self._tracked.restored or (self._tracked.state_dict() if self.state.global_step else None)
         if state is None and self._session.step:
-            raise UsageError(
-                f"run {self._session.run!r} has {self._session.step} steps that this Trainer has not committed, so the "
-                "state of its schedule and callbacks is unknown: start another run, shardwell.join(run=NAME)"
-            )
+            refuse_unknown_steps(self._session)
         self._tracked.applied = state
         return state
 
@@ -305,10 +304,9 @@ class Trainer(transformers.Trainer):
         try:
             self._session.save_checkpoint()
         except StepStateError:
-            logger.warning(
-                "the folder of step %d has weights, but not the optimizer's state, which is on the shard servers. To "
-                "be able to resume from every save_steps, call shardwell.join(checkpoint_dir=...)",
-                self.state.global_step,
+            transformers.utils.logging.get_logger(__name__).warning_once(
+                "the folders of save_steps have weights, but not the optimizer's state, which is on the shard servers. "
+                "To be able to resume from them, call shardwell.join(checkpoint_dir=...)"
             )
 
 
@@ -363,8 +361,7 @@ class _TrackedTrainer:
 def _session_of(model: Any) -> Session:
     for parameter in model.parameters() if isinstance(model, torch.nn.Module) else ():
         if (session := session_of(parameter)) is not None:
-            if session.world.replica_size > 1:
-                raise UsageError(f"{session.world}: the Trainer knows data ranks only, World(dp=N)")
+            check_session(session)
             return session
     raise UsageError(
         "the Trainer's model is not sharded: call shardwell.auto_wrap(model, session) before, with session = "
