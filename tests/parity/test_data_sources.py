@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -208,8 +209,11 @@ def test_one_trainer_has_the_bits_of_plain_pytorch_with_any_number_of_workers(
 ) -> None:
     expected, before = plain(kind), children()
     for workers in (0, 2):
+        numbers = set[int]()
         with join(cluster.address, uuid.uuid4().hex, min_trainers=1) as session:
-            assert train(session, kind, workers) == expected
+            found = train(session, kind, workers, when_computed=lambda _, numbers=numbers: numbers.add(len(children())))
+            assert found == expected
+            assert max(numbers) - len(before) == workers
             assert children() == before, "the workers end with the loop"
 
 
@@ -234,6 +238,7 @@ def lose_one(rank: int, address: str, run: str, kind: str, workers: int, folder:
             (folder / "workers").write_text(" ".join(str(child.pid) for child in children()))
             os._exit(0)
 
+    multiprocessing.set_start_method("fork", force=True)  # as in a trainer that was not made by a fork server
     if rank == 2:
         wait_until((folder / "started").exists, "a step of the others", timeout_s=90.0)
     with one_thread(), join(address, run, trainer=f"t{rank}") as session:

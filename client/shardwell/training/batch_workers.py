@@ -11,10 +11,14 @@ Note: [Batches made ahead]
 
 from __future__ import annotations
 
+import multiprocessing.process
+import os
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,11 +83,24 @@ def start_workers(
         collate_fn=_unchanged,
         pin_memory=options.pin_memory and torch.accelerator.is_available(),
         multiprocessing_context=context,
-        worker_init_fn=options.worker_init_fn,
+        worker_init_fn=partial(_start_worker, options.worker_init_fn),
         timeout=options.timeout,
         generator=torch.Generator(),  # it draws a number that must not come from the generator of the model
     )
     return iter(loader)
+
+
+def _start_worker(init: Callable[[int], Any] | None, number: int) -> None:
+    # torch ends a worker whose parent has ended. That of one from a fork server is the server, not the trainer.
+    if (trainer := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_after, args=(trainer,), daemon=True).start()
+    if init is not None:
+        init(number)
+
+
+def _end_after(trainer: multiprocessing.process.BaseProcess) -> None:
+    trainer.join()
+    os._exit(0)
 
 
 def _unchanged(made: Any) -> Any:

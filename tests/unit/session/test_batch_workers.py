@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +20,7 @@ from shardwell.training import batch_workers
 from shardwell.training.batch_sources import BatchOptions
 from shardwell.training.batch_workers import BatchWorkers
 from shardwell_wire.errors import UnavailableError
+from tests.support.cluster import wait_until
 
 
 def make_batch(step: int, dp_rank: int) -> tuple[int, int, int, torch.Tensor]:
@@ -91,6 +94,25 @@ def test_worker_that_has_ended_is_named(requests: Requests) -> None:
     with pytest.raises((UnavailableError, RuntimeError), match=r"worker .*\(pid.* \d+\)"):  # torch may notice it first
         for commit in range(1, 9):
             requests.is_made_ahead(commit, 0)
+
+
+def start_and_end(folder: Path, start_method: str) -> None:
+    options = BatchOptions(num_workers=2, multiprocessing_context=start_method)
+    pool = BatchWorkers(make_batch, options, seed=0, optimizer_steps=1, dp_ranks=lambda: [0])
+    workers = {pool.make(step, step, 0)[0] for step in range(5)} - {os.getpid()}
+    (folder / "workers").write_text(" ".join(map(str, workers)))
+    os._exit(0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+def test_workers_end_with_a_killed_trainer(tmp_path: Path, start_method: str) -> None:
+    trainer = multiprocessing.get_context("spawn").Process(target=start_and_end, args=(tmp_path, start_method))
+    trainer.start()
+    trainer.join()
+    workers = list(map(int, (tmp_path / "workers").read_text().split()))
+    assert len(workers) == 2
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers have ended")
 
 
 def python_number(step: int, dp_rank: int) -> tuple[float, int]:
