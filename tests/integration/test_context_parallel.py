@@ -82,6 +82,33 @@ def test_parts_of_sequences_train_as_whole_ones(
     require_close(train(cluster.address, world, **options), world.dp)
 
 
+def trained_experts(rank: int, address: str, run: str, folder: Path) -> None:
+    used: list[list[list[int]]] = []
+    with shardwell.join(address, run=run, world=shardwell.World(cp=2), global_rank=rank, host="here") as session:
+        long_gpt.train(session, experts=True, note_experts=lambda sets: used.append([sorted(each) for each in sets]))
+    (folder / str(rank)).write_text(json.dumps(used))
+    gloo.leave()
+
+
+def test_experts_get_the_tokens_of_all_parts(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
+    """An expert without tokens on one rank is neither gathered nor pushed there."""
+    run = uuid.uuid4().hex
+    run_ranks(trained_experts, cluster.address, run, tmp_path)
+    first, second = (
+        [{(at, number) for at, numbers in enumerate(blocks) for number in numbers} for blocks in json.loads(text)]
+        for text in ((tmp_path / str(rank)).read_text() for rank in range(2))
+    )
+    assert all(one - other and other - one for one, other in zip(first, second, strict=True)), "routes differ"
+    found, initial = read(cluster.address, run), dict(long_gpt.gpt(experts=True).named_parameters())
+    expected = long_gpt.reference(experts=True)[0]
+    for name, value in found.items():
+        assert (value - expected[name]).abs().max() <= 1e-6, name
+    moved = {name for name, value in found.items() if ".experts." in name and not torch.equal(value, initial[name])}
+    assert {name for name in moved if name.endswith("weight")} == {
+        f"blocks.{at}.mlp.experts.{number}.weight" for at, number in set.union(*first, *second)
+    }
+
+
 def divided(rank: int, address: str, run: str, world: shardwell.World, options: dict[str, Any]) -> None:
     with shardwell.join(address, run=run, world=world, global_rank=rank, host="here") as session:
         long_gpt.train_divided(session, **options)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwell
@@ -27,15 +29,42 @@ class LongGPT(GPT):
         return logits
 
 
-def gpt(*, tied: bool = False) -> LongGPT:
+class Expert(nn.Linear):
+    """An expert of a ``Mixture``."""
+
+
+class Mixture(nn.Module):
+    """Sends each token to one of many experts."""
+
+    def __init__(self, width: int, num_experts: int = 24) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.experts = nn.ModuleList(Expert(width, width) for _ in range(num_experts))
+        self.used: set[int] = set()
+        """The experts of the latest forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        self.used = set(chosen.unique().tolist())
+        for number in sorted(self.used):
+            at = torch.where(chosen == number)
+            result = result.index_put(at, share[at][:, None] * torch.tanh(self.experts[number](x[at])))
+        return result
+
+
+def gpt(*, tied: bool = False, experts: bool = False) -> LongGPT:
     """Returns the model, with the same values each time.
 
     Args:
         tied: Whether the head shares the embedding's weight.
+        experts: Whether the blocks have mixtures of experts.
     """
     torch.manual_seed(0)
     sizes = GPTConfig(vocab_size=VOCABULARY, context=LENGTH, num_layers=2, num_heads=2, width=12, tied=tied)
     model = LongGPT(sizes)
+    for block in model.blocks if experts else ():
+        block.mlp = Mixture(sizes.width)
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter.mul_(10 if parameter.dim() > 1 else 1)  # so that attention matters
@@ -49,9 +78,9 @@ def batch(step: int, dp_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def reference(dp: int = 1, *, tied: bool = False, momentum: float = 0.0) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Trains in this process. Returns the parameters, and the mean loss of each step."""
-    model, losses = gpt(tied=tied), []
+def reference(dp: int = 1, *, momentum: float = 0.0, **options: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Trains in this process. ``options`` as in ``gpt``. Returns the parameters, and the mean loss of each step."""
+    model, losses = gpt(**options), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
     for step in range(STEPS):
         found = []
@@ -74,12 +103,17 @@ def train(
     checkpointed: bool = False,
     momentum: float = 0.0,
     steps: int = STEPS,
+    experts: bool = False,
+    note_experts: Callable[[list[set[int]]], None] = lambda _: None,
 ) -> list[float]:
-    """Trains with context parallelism. Returns the mean losses of the steps that it takes."""
-    context, model = ContextParallel(session, load_balance=load_balance), gpt()
+    """Trains with context parallelism. Returns the mean losses of the steps that it takes.
+
+    ``note_experts`` gets the experts of each block that this trainer's tokens were sent to in a work item.
+    """
+    context, model = ContextParallel(session, load_balance=load_balance), gpt(experts=experts)
     for block in model.blocks if checkpointed else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    shardwell.auto_wrap(model, session)
+    shardwell.auto_wrap(model, session, experts={Expert} if experts else ())
     optimizer = momentum_sgd(model, lr=LR, momentum=momentum, on_trainers=on_trainers)
     losses = []
     for step in session.steps(steps):
@@ -89,6 +123,7 @@ def train(
                 loss = loss_of(model(tokens, context.positions(tokens)), targets)
                 loss.backward()
             step.log(loss=loss)
+            note_experts([block.mlp.used for block in model.blocks if experts])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(step.means["loss"])

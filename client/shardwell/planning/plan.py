@@ -426,6 +426,10 @@ def assumptions(plan: Plan) -> Iterator[str]:
     options, world = plan.options, plan.options.world
     if plan.division.schedule is not None:
         yield "a step is one call of the schedule by each replica"
+        yield (
+            "the loss function is not included: cross entropy needs about three times the logits of a micro-batch on "
+            "the last stage"
+        )
     else:
         yield "a step is one forward and one backward of each rank, and uses units in the model's order"
     yield "trainers compute on the CPU; the interpreter and libraries are not included"
