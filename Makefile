@@ -30,7 +30,7 @@ GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install docs demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test ray-test trackers-test
+.PHONY: help install docs demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test ray-test dashboard-test trackers-test
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -155,6 +155,10 @@ compose-test: install  ## Start the compose cluster, train on it and break it (n
 
 prometheus-test: install  ## Let Prometheus watch a cluster that loses a server (needs prometheus and promtool on the PATH)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m prometheus tests/integration/test_prometheus.py
+
+dashboard-test: install  ## Open the web page in Chromium during a run, and take screenshots (needs chromium on the PATH; 2 minutes)
+	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt playwright
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -s -m dashboard tests/integration/test_dashboard_page.py
 
 etcd-test: install  ## Keep the coordinator's state in a real etcd, and lose its leader (needs etcd on PATH)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m etcd tests/contract tests/faults

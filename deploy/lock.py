@@ -30,7 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", action="append", default=[], type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    server, train, demo = _resolve(), _resolve("--extra", "train"), _resolve("--extra", "demo")
+    extras = ("dashboard", "train", "demo")  # every server's image has the page of the coordinator
+    server, train, demo = (_resolve("--extra", extra) for extra in extras)
     for wheel in arguments.wheel:
         name = wheel.name.partition("-")[0]
         train[name] += f" \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"

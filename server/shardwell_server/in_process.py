@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
@@ -88,7 +88,7 @@ class _Server:
         self._done = asyncio.run_coroutine_threadsafe(run(endpoint), self._loop)
         self._done.add_done_callback(self._note_end)
 
-    def _note_ready(self, service: ServiceDescriptor, address: str, metrics_address: str) -> None:
+    def _note_ready(self, service: ServiceDescriptor, address: str, over_http: Mapping[str, str]) -> None:
         self._address.set_result(address)
 
     def _note_end(self, done: Future[None]) -> None:

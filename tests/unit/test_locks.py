@@ -21,7 +21,7 @@ def test_images_have_the_tested_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     trainer = [each for each in extras["demo"] if each != "shardwell[train]"]
-    locks = {"server": project["dependencies"], "torch": extras["train"], "trainer": trainer}
+    locks = {"server": [*project["dependencies"], *extras["dashboard"]], "torch": extras["train"], "trainer": trainer}
     for needed, found in ((needed, locked(name)) for name, needed in locks.items()):
         for name in (re.split(r"[<>=~]", requirement)[0] for requirement in needed):
             assert found[name] == PINNED[name], f"{name}: run make lock"

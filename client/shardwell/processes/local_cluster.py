@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
 """Seconds before a stopping server is killed. An interpreter with torch needs one, and several on a busy machine."""
-_METRICS_PORT = "--metrics-port"
+_METRICS_PORT, _DASHBOARD_PORT = "--metrics-port", "--dashboard-port"
 _LISTEN = ("--listen", "127.0.0.1:0")
 _LOG_TAIL_LINES = 20
 _MAX_QUICK_ENDS, _QUICK_END_S = 5, 1.0
@@ -69,6 +69,8 @@ class LocalCluster:
             None: as ``SHARDWELL_CHECKPOINT_ROOT`` says, else every folder that this user can open.
         metrics: Whether each server serves metrics for Prometheus at a free loopback port: see
             ``ServerProcess.metrics_address``.
+        dashboard: Whether the coordinator serves its web page at a free loopback port, see
+            ``ServerProcess.dashboard_address``. Needs the extra ``dashboard``.
         start_limit_s: Seconds to wait until the servers are ready.
 
     Attributes:
@@ -102,6 +104,7 @@ class LocalCluster:
         tls: TlsOptions | None = None,
         checkpoint_root: str | Path | None = None,
         metrics: bool = False,
+        dashboard: bool = False,
         start_limit_s: float = 60.0,
     ) -> None:
         if num_shards < 1:
@@ -109,6 +112,7 @@ class LocalCluster:
         self._num_shards = num_shards
         self._shard_options = _options(memory_budget=memory_budget, servers_on_host=num_shards, log_level=log_level)
         self._coordinator_options = _options(lease_s=lease_s, min_shard_bytes=min_shard_bytes, log_level=log_level)
+        self._coordinator_options += [_DASHBOARD_PORT, "0"] if dashboard else []
         self._state_dir, self._log_dir, self._tls = state_dir, log_dir, tls
         self._checkpoint_root = str(checkpoint_root or variables().get(ROOT_VARIABLE) or "any")
         self._metrics_options = [_METRICS_PORT, "0"] if metrics else []
@@ -221,6 +225,8 @@ class ServerProcess:
         self._address: str | None = None
         self.metrics_address = ""
         """host:port of ``/metrics``. It stays the same when the server is started again. Empty: none are served."""
+        self.dashboard_address = ""
+        """host:port of the web page, in the same way."""
         self._stop_requested = False
         self._lock = threading.RLock()
         """Held while the process is replaced or stopped."""
@@ -277,7 +283,7 @@ class ServerProcess:
             raise UnavailableError(f"{self.name} {how}. {self.log_tail()}", server=self.name)
         ready = json.loads(line)
         self._address, self._ready_s = ready["address"], time.monotonic()
-        self.metrics_address = ready.get("metrics", "")
+        self.metrics_address, self.dashboard_address = ready.get("metrics", ""), ready.get("dashboard", "")
 
     @property
     def known_address(self) -> str:
@@ -331,9 +337,9 @@ class ServerProcess:
     def _replace(self) -> None:
         """Starts a new process at the same address."""
         self._arguments[self._arguments.index("--listen") + 1] = self.address
-        if self.metrics_address:
-            port = self.metrics_address.rpartition(":")[2]
-            self._arguments[self._arguments.index(_METRICS_PORT) + 1] = port
+        for option, address in ((_METRICS_PORT, self.metrics_address), (_DASHBOARD_PORT, self.dashboard_address)):
+            if address:
+                self._arguments[self._arguments.index(option) + 1] = address.rpartition(":")[2]
         self._process = self._start()
         self._watch()
 

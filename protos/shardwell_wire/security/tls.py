@@ -241,6 +241,19 @@ class Tls:
             used.server_configuration, changed, require_client_authentication=self._require_client_cert
         )
 
+    def server_context(self) -> ssl.SSLContext:
+        """Returns the context of a server of Python, which reads changed files before the next handshake."""
+        context = self.current.server_context
+        assert context is not None
+
+        def use_current(connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
+            found = self.current.server_context
+            assert found is not None
+            connection.context = found
+
+        context.sni_callback = use_current  # called in every handshake, with a name or without
+        return context
+
 
 def _stamps(options: TlsOptions) -> tuple[tuple[int, int, int] | None, ...]:
     """Returns a value that changes when a file is changed or replaced."""

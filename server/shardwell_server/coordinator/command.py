@@ -21,7 +21,7 @@ from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.coordinator.storage.table_store import TableStore
 from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.server_options import add_common_options, add_option, parse_size
+from shardwell_server.serving.server_options import add_common_options, add_http_options, add_option, parse_size
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.server_folders import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
@@ -114,18 +114,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
     )
     add_common_options(parser, listen="127.0.0.1:50051")
+    add_http_options(
+        parser,
+        "dashboard",
+        "a browser reads http://HOST:PORT, a page about runs and servers, with the TLS and the tokens of the rpcs",
+        "no page is",
+    )
     parser.set_defaults(handler=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     endpoint, credentials = server_options.endpoint_of(arguments), server_options.credentials_of(arguments)
+    insecure = server_options.insecurity(endpoint.host, credentials, arguments)
+    if endpoint.dashboard_bind:
+        host, option = arguments.dashboard_host, "--dashboard-host"
+        insecure = insecure or server_options.insecurity(host, credentials, arguments, option=option)
     settings = Settings(
         lease_s=arguments.lease_s,
         min_servers=arguments.min_servers,
         min_shard_bytes=arguments.min_shard_bytes,
         checkpoint_roots=server_options.roots_of(arguments, credentials),
         restart_wait_s=arguments.restart_wait_s,
-        insecure=server_options.insecurity(endpoint.host, credentials, arguments),
+        insecure=insecure,
     )
     authorization.start(arguments.audit_log)
     if arguments.state and arguments.state_dir:
@@ -166,7 +176,7 @@ async def coordinate(
         keeps_state: False if ``state`` is a temporary directory.
         credentials: The key with which tokens are verified and issued, and the TLS of the server.
     """
-    server_options.warn(endpoint.bind, settings.insecure)
+    server_options.warn(" and ".join(filter(None, (endpoint.bind, endpoint.dashboard_bind))), settings.insecure)
     if not keeps_state:
         logger.warning("no --state-dir: runs are stored in %s and deleted when the coordinator stops", state)
     if isinstance(state, EtcdState):

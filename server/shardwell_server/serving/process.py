@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,9 +52,8 @@ STOP_GRACE_S = 2.0
 """Time for rpcs in flight to finish when the process is asked to stop."""
 
 
-def _print_ready(service: ServiceDescriptor, address: str, metrics_address: str) -> None:
-    ready = {"ready": service.full_name, "address": address}
-    print(json.dumps(ready | ({"metrics": metrics_address} if metrics_address else {})), flush=True)
+def _print_ready(service: ServiceDescriptor, address: str, over_http: Mapping[str, str]) -> None:
+    print(json.dumps({"ready": service.full_name, "address": address, **over_http}), flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +70,13 @@ class Endpoint:
     """Services of gRPC that need no token, such as ``health``."""
     metrics_bind: str = ""
     """host:port on which metrics are served over HTTP. Port 0: a free port. Empty: they are not served."""
+    dashboard_bind: str = ""
+    """host:port on which the coordinator's web page is served. As ``metrics_bind``."""
     stop: asyncio.Event | None = None
     """Set to stop a server that runs in a thread. None: signals stop the server."""
-    on_ready: Callable[[ServiceDescriptor, str, str], None] = _print_ready
-    """Called with the service, its address and that of its metrics when the server accepts rpcs."""
+    on_ready: Callable[[ServiceDescriptor, str, Mapping[str, str]], None] = _print_ready
+    """Called when the server accepts rpcs, with the service, its address, and the addresses of what is served over
+    HTTP: ``metrics``, ``dashboard``."""
 
     def __post_init__(self) -> None:
         host, separator, port = self.bind.rpartition(":")
@@ -119,8 +121,8 @@ async def serve(
     """Serves one service, with health checks and reflection, until SIGTERM, SIGINT or the end of the parent process.
 
     When ``background`` is entered and rpcs are accepted, calls ``endpoint.on_ready``, which by default prints the JSON
-    line ``{"ready": service, "address": "host:port"}`` to standard output, with the address of the ``metrics`` if there
-    are any.
+    line ``{"ready": service, "address": "host:port"}`` to standard output, with the addresses of the ``metrics`` and
+    the ``dashboard`` if there are any.
 
     Args:
         service: The service.
@@ -156,12 +158,16 @@ async def serve(
         async with AsyncExitStack() as stack:
             stack.enter_context(grpc_port(port))
             metrics_address = await stack.enter_async_context(metrics.serving(endpoint.metrics_bind, read_metrics))
+            over_http = {"metrics": metrics_address} if metrics_address else {}
+            if endpoint.dashboard_bind:
+                page = _dashboard(endpoint.dashboard_bind, service, servicer, limits, credentials)
+                over_http["dashboard"] = await stack.enter_async_context(page)
             entering = asyncio.ensure_future(stack.enter_async_context(background(address)))
             if not await done_before(entering, stop, leaving):
                 return
             for name in ("", service.full_name):
                 await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-            endpoint.on_ready(service, address, metrics_address)
+            endpoint.on_ready(service, address, over_http)
             logger.info("%s serves at %s", service.full_name, address)
             working = asyncio.ensure_future(entering.result())
             try:
@@ -178,6 +184,21 @@ async def serve(
         await server.stop(0)
         if calls is not None:
             await calls.stop(0)
+
+
+def _dashboard(
+    bind: str, service: ServiceDescriptor, servicer: object, limits: RequestLimits, credentials: Credentials
+) -> AbstractAsyncContextManager[str]:
+    """Returns what serves the web page. Raises SystemExit if its packages are not installed."""
+    try:
+        from shardwell_server.serving import dashboard
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"--dashboard-port needs the package {error.name!r}, which is not installed: run "
+            "pip install 'shardwell[dashboard]'"
+        ) from error
+    admit = None if credentials.key is None else partial(check_caller, credentials.key)
+    return dashboard.serving(bind, dashboard.PageRpcs(service, servicer, limits, admit), credentials.tls)
 
 
 class _StandBy(grpc.GenericRpcHandler):  # type: ignore[misc]

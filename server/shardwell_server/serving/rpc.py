@@ -134,6 +134,8 @@ _MakeCall = Callable[[str, RpcContext], Call]
 
 UnaryRpc = Callable[[bytes, RpcContext], Awaitable[bytes]]
 """Handles a unary rpc: takes and returns an encoded message. Raises the errors of the servicer."""
+StreamingRpc = Callable[[bytes, RpcContext], AsyncIterator[bytes]]
+"""Handles an rpc with a streamed answer in the same way."""
 
 _logged = Rate(MAX_LOGGED_PER_S, MAX_LOGGED_PER_S)
 """Limits the lines about rejected requests in the log of this process."""
@@ -165,7 +167,7 @@ def add_service(
             )
         elif method.server_streaming and not method.client_streaming:
             handlers[method.name] = grpc.unary_stream_rpc_method_handler(
-                _unary_stream(path, method, implementation, make_call, limits)
+                _unary_stream(path, method, implementation, make_call, limits, abort)
             )
         elif not method.client_streaming:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(_unary_unary(path, unary[path]))
@@ -225,6 +227,21 @@ def _unary_unary(path: str, respond: UnaryRpc) -> Callable[[bytes, grpc.aio.Serv
     return handle
 
 
+def streaming_rpcs(descriptor: ServiceDescriptor, servicer: Any, limits: RequestLimits) -> dict[str, StreamingRpc]:
+    """Returns the handlers of a service's rpcs that answer one request with a stream, as ``unary_rpcs`` does."""
+    make_call = partial(Call, run_id_of=getattr(servicer, "run_id_of", _no_id))
+    paths = {f"/{descriptor.full_name}/{method.name}": method for method in descriptor.methods}
+    return {
+        path: _unary_stream(path, method, getattr(servicer, method.name), make_call, limits, _raise)
+        for path, method in paths.items()
+        if method.server_streaming and not method.client_streaming
+    }
+
+
+async def _raise(context: RpcContext, path: str, error: Exception) -> NoReturn:
+    raise error
+
+
 def _stream_unary(
     path: str,
     implementation: Callable[[AsyncIterator[bytes], Call], Awaitable[Message]],
@@ -252,10 +269,11 @@ def _unary_stream(
     implementation: Callable[[Any, Call], AsyncIterator[bytes | Message]],
     make_call: _MakeCall,
     limits: RequestLimits,
-) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[bytes]]:
+    fail: Callable[[Any, str, Exception], Awaitable[NoReturn]],
+) -> StreamingRpc:
     durations = metrics.rpc_durations(path)
 
-    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def handle(data: bytes, context: RpcContext) -> AsyncIterator[bytes]:
         try:
             call, start_s = make_call(path, context), time.perf_counter()
             async with limits.request(call.caller, call.peer, len(data)):
@@ -265,7 +283,7 @@ def _unary_stream(
                     yield message if isinstance(message, bytes) else message.SerializeToString()
             durations.add(time.perf_counter() - start_s)
         except Exception as error:
-            await abort(context, path, error)
+            await fail(context, path, error)
 
     return handle
 

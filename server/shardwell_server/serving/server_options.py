@@ -131,15 +131,28 @@ def add_common_options(parser: argparse.ArgumentParser, *, listen: str) -> None:
     add_option(parser, "--log-level", "level of the log on standard error", "info", choices=levels)
     forms = ("text", "json")
     add_option(parser, "--log-format", "json: one object per line, with run, step and request", "text", choices=forms)
-    add_option(
-        parser,
-        "--metrics-port",
-        f"port on which Prometheus reads http://HOST:PORT{METRICS_PATH}, without TLS and token; 0: a free port",
-        shown="none, no metrics are served",
-        type=_parse_port,
-        metavar="PORT",
+    add_http_options(
+        parser, "metrics", f"Prometheus reads http://HOST:PORT{METRICS_PATH}, without TLS and token", "no metrics are"
     )
-    add_option(parser, "--metrics-host", "host of --metrics-port to listen on", "127.0.0.1", metavar="HOST")
+
+
+def add_http_options(parser: argparse.ArgumentParser, name: str, what: str, without: str) -> None:
+    """Adds the options of something that a server serves over HTTP.
+
+    Args:
+        parser: The parser of a server's command.
+        name: What is served, such as ``metrics``, whose options are ``--metrics-port`` and ``--metrics-host``.
+        what: Says what the port is for.
+        without: Says what is not served without the option.
+    """
+    text, shown = f"port on which {what}; 0: a free port", f"none, {without} served"
+    add_option(parser, f"--{name}-port", text, shown=shown, type=_parse_port, metavar="PORT")
+    add_option(parser, f"--{name}-host", f"host of --{name}-port to listen on", "127.0.0.1", metavar="HOST")
+
+
+def _http_bind(arguments: argparse.Namespace, name: str) -> str:
+    port = getattr(arguments, f"{name}_port", None)  # not every command has the option
+    return "" if port is None else f"{getattr(arguments, f'{name}_host')}:{port}"
 
 
 def _add_tls_options(parser: argparse.ArgumentParser) -> None:
@@ -179,10 +192,10 @@ def parse_size(text: str) -> int:
 
 def endpoint_of(arguments: argparse.Namespace) -> Endpoint:
     """Returns where a server listens, and how it is stopped."""
-    port, host = arguments.metrics_port, arguments.metrics_host
     return Endpoint(
         bind=arguments.listen,
-        metrics_bind="" if port is None else f"{host}:{port}",
+        metrics_bind=_http_bind(arguments, "metrics"),
+        dashboard_bind=_http_bind(arguments, "dashboard"),
         advertise=arguments.advertise,
         exit_with_parent=arguments.exit_with_parent,
         without_token=ALL_STANDARD & set(arguments.without_token.split(",")),
@@ -214,13 +227,14 @@ def roots_of(arguments: argparse.Namespace, credentials: Credentials) -> Checkpo
     return CheckpointRoots.from_option(arguments.checkpoint_root, is_protected=credentials.key is not None)
 
 
-def insecurity(host: str, credentials: Credentials, arguments: argparse.Namespace) -> str:
+def insecurity(host: str, credentials: Credentials, arguments: argparse.Namespace, *, option: str = "--listen") -> str:
     """Returns what a server lacks although it listens on a network, such as ``no TLS``. Empty: nothing.
 
     Args:
         host: Host to listen on.
         credentials: Credentials of the server.
         arguments: Its options.
+        option: The option that names the host.
 
     Raises:
         UsageError: Something is missing, and ``--insecure`` is not given.
@@ -231,7 +245,7 @@ def insecurity(host: str, credentials: Credentials, arguments: argparse.Namespac
     lacks = " and ".join(missing)
     if not arguments.insecure:
         raise UsageError(
-            f"--listen {host} is not a loopback address, and the server has {lacks}: anyone in the network could read "
+            f"{option} {host} is not a loopback address, and the server has {lacks}: anyone in the network could read "
             "or change its runs. Set --tls-ca, --tls-cert and --tls-key (`shardwell-server certs` makes them) and "
             f"--token-file, or accept this with --insecure ({_INSECURE_VARIABLE}=1)"
         )
