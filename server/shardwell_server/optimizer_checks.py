@@ -97,9 +97,16 @@ def check_fit(
         cuts: Bounds of the shards, in bytes of the flat vector.
 
     Raises:
-        InvalidRequestError: A parameter that must be whole is cut over servers or split by tensor parallelism, or has
-            another number of dims than its optimizer supports.
+        InvalidRequestError: A parameter has a dtype that optimizers do not update, or must be whole and is cut over
+            servers or split by tensor parallelism, or has another number of dims than its optimizer supports.
     """
+    for parameter, group in zip(layout.parameters, groups, strict=True):
+        if group >= 0 and not parameter.is_trainable:
+            raise InvalidRequestError(
+                f"parameter {parameter.name!r} of unit {layout.unit!r} is {parameter.dtype}, which no optimizer "
+                "updates",
+                parameter=parameter.name,
+            )
     if runs_on_trainers(optimizer.algorithm):
         return
     found = {group: OPTIMIZERS[algorithm_of(optimizer, group)] for group in set(groups) if group >= 0}

@@ -357,18 +357,19 @@ def test_view_of_a_parameter_in_an_opaque_result_raises() -> None:
         sharded.model[0]()
 
 
-def test_parameter_read_by_a_module_of_another_unit_raises() -> None:
+def test_parameter_read_by_a_module_that_does_not_contain_it_raises() -> None:
     class Reader(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, table: nn.Embedding) -> None:
             super().__init__()
-            self.table, self.layer = nn.Embedding(7, 5), nn.Linear(5, 5)
+            self.tables, self.layer = [table], nn.Linear(5, 5)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) @ self.table.weight.T
+            return self.layer(x) @ self.tables[0].weight.T
 
-    sharded = Sharded(Reader(), wrap_children)
+    table = nn.Embedding(7, 5)
+    sharded = Sharded(nn.Sequential(table, Reader(table)), wrap_children)
     with pytest.raises(FreedParameterError, match=r"'Embedding-0.weight'.*both modules to one fully_shard call"):
-        sharded.model(inputs(0, 2, 5))
+        sharded.model[1](inputs(0, 2, 5))
 
 
 def test_push_without_a_work_item_raises_from_the_backward() -> None:

@@ -28,6 +28,7 @@ from shardwell.module.new_units import (
     plan_values,
     tie_of,
 )
+from shardwell.module.outside_reads import gather_for_reader
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.passes import ForwardBackward, ThreadGuard
 from shardwell.module.residency import UnitSettings
@@ -169,6 +170,7 @@ def shard_modules(
         for each, new_values in zip(planned, values.units, strict=True):
             unit = units.add(each.layout, each.found, modules, new_values, mp_policy)
             handles += hook_modules(unit, units.passes)
+            unit.gather_for_reader = functools.partial(gather_for_reader, units.passes)
             unit.settings.reshard_after_forward = reshard_after_forward
             made.append(unit)
         if not planned:

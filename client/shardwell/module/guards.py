@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.module.unit import Unit
 from shardwell_wire.errors import UsageError
+from shardwell_wire.model.layout import PARAMETER_ITEM_SIZES
 
 _TORCHS_SHARDING = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -132,6 +133,12 @@ def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_
             raise UsageError(
                 f"parameter {name!r} is an inference or sparse tensor: replace it by an ordinary parameter before "
                 "fully_shard"
+            )
+        if parameter.requires_grad and str(parameter.dtype).removeprefix("torch.") not in PARAMETER_ITEM_SIZES:
+            raise UsageError(
+                f"parameter {name!r} is {parameter.dtype}, which no optimizer updates: freeze it before fully_shard "
+                f"with requires_grad_(False), or give it one of the dtypes {', '.join(PARAMETER_ITEM_SIZES)}",
+                parameter=name,
             )
     devices = {str(meta_device if item.is_meta else item.device): name for name, item in named_parameters}
     if len(devices) > 1:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwell.module.mixed_precision import (
     attribute_tensors,
+    find_argument_tensors,
     find_tensors,
     map_tensors,
     share_storage,
@@ -40,6 +41,18 @@ def hook_modules(unit: Unit, passes: ForwardBackward) -> list[RemovableHandle]:
         handles.append(module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(hooks.after, with_kwargs=True))
     return handles
+
+
+def hook_module(module: nn.Module, unit: Unit, passes: ForwardBackward) -> list[RemovableHandle]:
+    """Adds a unit's hooks to a module that is sharded with another unit, and returns their handles.
+
+    They run inside that unit's hooks, so that calls end in the reverse order of their begin.
+    """
+    hooks = _Hooks(unit, passes)
+    return [
+        module.register_forward_pre_hook(hooks.before, with_kwargs=True),
+        module.register_forward_hook(hooks.after, prepend=True, with_kwargs=True),
+    ]
 
 
 def hooked_method(unit: Unit, passes: ForwardBackward, module: nn.Module, method_name: str) -> Callable[..., Any]:
@@ -114,7 +127,7 @@ class _Hooks:
         if torch.is_grad_enabled():
             # A module may also return a result through an argument that it changes, or through an attribute.
             is_tensor = len(args) == 1 and type(args[0]) is torch.Tensor and not kwargs
-            results += args if is_tensor else find_tensors(*args, *kwargs.values())
+            results += args if is_tensor else find_argument_tensors((*args, *kwargs.values()))
             if self._own_parts:
                 results += attribute_tensors(self._own_parts)
             # Every node that made a result is hooked, so that the node begins the call's backward. The node of a view's

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -85,9 +87,10 @@ class Precision:
 
 
 def layout_in(layout: UnitLayout, dtype: torch.dtype) -> UnitLayout:
-    """Returns the layout of the same parameters in another dtype. All sharded parameters are floating-point."""
+    """Returns the layout of the same parameters in another dtype. Parameters that no optimizer updates keep theirs."""
     name = str(dtype).removeprefix("torch.")
-    return UnitLayout(layout.unit, tuple(replace(parameter, dtype=name) for parameter in layout.parameters))
+    parameters = (replace(each, dtype=name) if each.is_trainable else each for each in layout.parameters)
+    return UnitLayout(layout.unit, tuple(parameters))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -185,6 +188,10 @@ def _warn_of_autocast_once(dtype: torch.dtype) -> None:
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, nn.Module, type)
 
 
+_MAX_ITEMS = 1024
+"""Number of items of one container, and of containers, in which ``find_argument_tensors`` looks."""
+
+
 def find_tensors(*values: Any) -> list[torch.Tensor]:
     """Returns all tensors in values: in containers of any kind and in attributes of objects, but not in modules."""
     found: list[torch.Tensor] = []
@@ -193,6 +200,23 @@ def find_tensors(*values: Any) -> list[torch.Tensor]:
             _find(values[position:], found)
             break
         found.append(value)
+    return found
+
+
+def find_argument_tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns tensors in arguments, as ``find_tensors`` does, but looks neither into lazy mappings nor far into large
+    objects. The search before a backward finds the nodes of tensors that are left out (``torch_patches.py``).
+    """
+    found: list[torch.Tensor] = []
+    seen, waiting = set[int](), deque([values])  # breadth first: the rest of a large object comes last
+    while waiting and len(seen) <= _MAX_ITEMS:
+        for value in itertools.islice(waiting.popleft(), _MAX_ITEMS):
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif not isinstance(value, _LEAVES) and id(value) not in seen:
+                seen.add(id(value))
+                if isinstance(value, dict) or not isinstance(value, Mapping):
+                    waiting.append(_items(value))
     return found
 
 
@@ -218,8 +242,8 @@ def _items(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, Mapping):
         return value.values()
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *slots]
+    slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+    return itertools.chain(getattr(value, "__dict__", {}).values(), slots)
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -66,9 +66,10 @@ class FoundParameter:
         """Returns the layout entry, for a ``DTensor`` the entry of its local part."""
         dtype = str(self.parameter.dtype).removeprefix("torch.")
         name, shape, aliases = self.names[0], tuple(local_part(self.parameter).shape), tuple(self.names[1:])
-        if not is_split(self.parameter):
-            return Parameter(name, shape, dtype, aliases)
-        return Parameter(name, shape, dtype, aliases, tuple(self.parameter.shape), local_box(self.parameter).offsets)
+        frozen, whole, offsets = not self.parameter.requires_grad, tuple[int, ...](), tuple[int, ...]()
+        if is_split(self.parameter):
+            whole, offsets = tuple(self.parameter.shape), local_box(self.parameter).offsets
+        return Parameter(name, shape, dtype, aliases, whole, offsets, frozen)
 
 
 class UnitParameters:
@@ -218,19 +219,22 @@ def _checksum(values: torch.Tensor) -> int:
 _READABLE = (
     *("shape", "ndim", "nbytes", "itemsize", "names", "dtype", "device", "layout", "output_nr", "_version"),
     *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    *("is_sparse", "is_quantized", "is_nested", "is_meta", "is_cpu", "is_cuda", "is_mkldnn", "is_mps", "is_xpu"),
+    *("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_meta", "is_cpu", "is_cuda", "is_mkldnn"),
+    *("is_mps", "is_xpu", "is_mtia"),
 )
 _WRITABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "__len__", "stride", "storage_offset"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "dim_order"),
+    *("is_conj", "is_neg", "is_shared", "is_pinned", "is_distributed", "is_same_size", "is_set_to", "type", "__dir__"),
     *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook"),
     *("new_empty", "new_zeros", "new_ones", "new_full"),
 )
 _FUNCTIONS = (
-    *("numel", "is_floating_point", "is_complex", "is_inference", "is_same_size", "get_device"),
-    *("empty_like", "zeros_like", "ones_like", "full_like"),
+    *("numel", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_same_size", "get_device"),
+    *("is_conj", "is_neg", "is_distributed", "result_type", "equal"),
 )
+_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 _GRAD: Any = torch.Tensor.grad
 _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
@@ -240,21 +244,31 @@ _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _READABLE if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name).__set__ for name in _WRITABLE]
     + [getattr(torch.Tensor, name) for name in _METHODS]
-    + [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
-    + [_DELETE_GRAD, torch.autograd.grad, torch.autograd.backward]
+    + [getattr(torch, name) for name in (*_FUNCTIONS, *_LIKE) if hasattr(torch, name)]
+    + [torch.Tensor.equal, _DELETE_GRAD, torch.autograd.grad, torch.autograd.backward]
 )
 """Torch functions that a freed parameter allows, because they neither read nor write values."""
 
 _DEPENDS_ON_DTYPE: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in ("dtype", "nbytes", "itemsize")]
-    + [getattr(torch.Tensor, name) for name in ("element_size", "new_empty", "new_zeros", "new_ones", "new_full")]
-    + [getattr(torch, name) for name in ("empty_like", "zeros_like", "ones_like", "full_like")]
+    + [getattr(torch.Tensor, name) for name in ("element_size", "type")]
+    + [getattr(torch.Tensor, name) for name in ("new_empty", "new_zeros", "new_ones", "new_full")]
+    + [getattr(torch, name) for name in ("result_type", *_LIKE)]
 )
 """Functions that use the dtype. A freed parameter has the dtype of the servers, also under mixed precision."""
+
+_EQUAL = (torch.equal, torch.Tensor.equal)
+
+_NEEDS_VALUES_SOMETIMES: dict[Callable[..., Any], Callable[..., bool]] = {
+    torch.Tensor.type: lambda parameter, *dtype, **options: bool(dtype or options),
+    **dict.fromkeys(_EQUAL, lambda one, other: one is not other),
+}
+"""For functions that need values for some arguments only: whether they do."""
 
 _CLIP_FILE, _SCALER_FILE = clip_grad.__file__, grad_scaler.__file__
 _BACKWARD_FILE = "torch/distributed/pipelining/_backward.py"
 """Torch's schedules that split the backward. They set ``.grad`` themselves; the stage pushes it after the schedule."""
+_PEFT_NAMES_FILE = "peft/utils/other.py"
 _PACKAGE = str(Path(__file__).parents[1])
 
 USE_SHARDED_SCALER = (
@@ -262,9 +276,10 @@ USE_SHARDED_SCALER = (
 )
 
 _WHERE_VALUES_ARE = (
-    "Values are available during the forward of the unit's own modules, and between module.unshard() and "
-    "module.reshard(); shardwell.full_state_dict(model) returns all of them. If another module's forward reads this "
-    "parameter, give both modules to one fully_shard call"
+    "Values are available during forwards of modules that contain the parameter, in methods that "
+    "shardwell.register_forward_method(module, name) has made forwards, and between module.unshard() and "
+    "module.reshard(); shardwell.full_state_dict(model) returns all of them. If the forward of a module that does not "
+    "contain the parameter reads it, give both modules to one fully_shard call"
 )
 
 _MAX_FRAMES = 60
@@ -278,6 +293,8 @@ _ADVICE = {
     "torch/nn/utils/parametrizations.py": "parametrise modules before fully_shard",
     "torch/nn/utils/prune.py": "prune before fully_shard",
     "torch/export/": "export a plain model that was loaded from shardwell.full_state_dict(model)",
+    "transformers/models/rwkv/": "RWKV divides its weights in place when it is evaluated: set "
+    "model.config.rescale_every = 0 (the division only keeps float16 from overflowing)",
     "torch/optim/swa_utils.py": "set optimizer.ema_decay: the servers keep the average",
 }
 """What to do instead, by a part of the path of the calling file."""
@@ -315,6 +332,10 @@ class ParameterOwner(Protocol):
         """Records that the script reads a hidden gradient. Returns True the first time for the model."""
         ...
 
+    def gather_for_reader(self, frame: FrameType | None) -> bool:
+        """Gathers the unit for the running forward that reads the freed parameter in a frame, if there is one."""
+        ...
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """True if a tensor is a parameter of a unit, freed or not."""
@@ -332,16 +353,21 @@ class FreedParameter(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func not in _NEEDS_NO_VALUES:
-            _raise_freed(func, args, kwargs or {})
+        if func not in _NEEDS_NO_VALUES or _needs_values(func, args, kwargs or {}):
+            found = _first_freed([*args, *(kwargs or {}).values()])
+            if found is not None and not _writes(func) and _owner(found).gather_for_reader(sys._getframe(1)):
+                return func(*args, **(kwargs or {}))  # the parameter has its ordinary class now
+            if func is torch.Tensor.detach and is_called_from(_PEFT_NAMES_FILE):
+                return found  # PEFT takes only the names from the state dict of a module
+            _raise_freed(func, found)
         if func in _GRAD_ACCESS:
             # torch calls this method from C, so the frame above is the code that uses the parameter.
             _check_grad_access(args[0], writes=func != _GET_GRAD, frame=sys._getframe(1))
         with torch._C.DisableTorchFunctionSubclass():
             # Under mixed precision the placed tensor has the compute dtype, also while freed.
-            if func in _DEPENDS_ON_DTYPE and args and isinstance(args[0], FreedParameter):
-                args = (_with_stored_dtype(args[0]), *args[1:])
-            return func(*args, **(kwargs or {}))
+            if func in _DEPENDS_ON_DTYPE:
+                args = tuple(_with_stored_dtype(each) if isinstance(each, FreedParameter) else each for each in args)
+            return True if func in _EQUAL else func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         owner = _owner(self)
@@ -353,13 +379,13 @@ class FreedParameter(torch.Tensor):
 
     def full_tensor(self) -> NoReturn:
         """Always raises. In FSDP2, this method returns the values."""
-        _raise_freed(FreedParameter.full_tensor, (self,), {})
+        _raise_freed(FreedParameter.full_tensor, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _raise_freed(FreedParameter.__deepcopy__, (self,), {})
+        _raise_freed(FreedParameter.__deepcopy__, self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _raise_freed(FreedParameter.__reduce_ex__, (self,), {})
+        _raise_freed(FreedParameter.__reduce_ex__, self)
 
 
 @functools.cache
@@ -411,11 +437,15 @@ def _with_stored_dtype(parameter: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _raise_freed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
-    parameter = _first_freed([*args, *kwargs.values()])
+def _needs_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    needs = _NEEDS_VALUES_SOMETIMES.get(func)
+    return needs is not None and needs(*args, **kwargs)
+
+
+def _raise_freed(func: Callable[..., Any], parameter: torch.Tensor | None) -> NoReturn:
     name, unit = ("?", "?") if parameter is None else (_owner(parameter).name, _owner(parameter).unit_name)
     function = _function_name(func)
-    initial = "; set initial values before fully_shard, or with its source=" if _writes(function) else ""
+    initial = "; set initial values before fully_shard, or with its source=" if _writes(func) else ""
     raise FreedParameterError(
         f"{function} needs the values of parameter {name!r}, but its unit {unit!r} is freed. "
         + (f"Do this instead: {advice}" if (advice := _advice()) else f"{_WHERE_VALUES_ARE}{initial}"),
@@ -439,8 +469,9 @@ def _function_name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def _writes(function: str) -> bool:
-    return function.endswith("_") and not function.endswith("__")
+def _writes(func: Callable[..., Any]) -> bool:
+    name = str(getattr(func, "__name__", ""))
+    return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _check_grad_access(parameter: torch.Tensor, *, writes: bool, frame: FrameType) -> None:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable
 
 from shardwell.memory.buffers import keep_freed_memory
@@ -49,6 +50,8 @@ _MAX_NUMBERS = 1 << 16
 
 backward_task: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the id of the backward that runs in this thread, or ``NO_TASK``. A nested backward has its own id."""
+
+_active_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 
 _next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -155,6 +158,25 @@ class ForwardBackward:
             for unit in units:
                 self._unsharded_by_hand.add(unit)
                 self.start_gather(unit)
+
+    def join_forward(self, unit: Unit, reader: ForwardCall | None) -> None:
+        """Gathers a freed unit whose weights the running forward of another unit reads, until that forward ends.
+
+        Args:
+            unit: The unit.
+            reader: The forward. Ignored in a backward, whose end ends the use.
+        """
+        if backward_task() != NO_TASK:
+            self._current_backward().units[unit] = None
+            self._use(unit, Phase.BACKWARD)
+            return
+        assert reader is not None
+        # Nodes are assigned as if the unit had been in use from the start, as it is in all later forwards.
+        call = ForwardCall(unit, unit.generation, reader.first_node_number)
+        self.running.insert(self.running.index(reader) + 1, call)
+        unit.usage.forward_calls.append(call)
+        self.graphs.begin_within(call, reader)
+        self._use(unit, Phase.FORWARD)
 
     # Called by hooks.
 
@@ -294,6 +316,10 @@ class ForwardBackward:
 
     def _use(self, unit: Unit, phase: Phase) -> None:
         """Makes a unit usable, and gathers the units that come next."""
+        if _active_transform() is not None:  # of torch.func, which would wrap the memory of the flat vector
+            with temporarily_clear_interpreter_stack():
+                self._use(unit, phase)
+            return
         gathers = self._policy.begin_use(unit, phase)
         if gathers:
             if self._max_in_flight:
@@ -502,6 +528,16 @@ class Graphs:
         self._numbers.append(call.first_node_number)
         if len(self.calls) > _MAX_CALLS:  # a loop of forwards without a commit would grow the list
             del self.calls[: _MAX_CALLS // 2], self._numbers[: _MAX_CALLS // 2]
+
+    def begin_within(self, call: ForwardCall, outer: ForwardCall) -> None:
+        """Adds a call that begins with a running one, as if both had begun together."""
+        self.exist = True
+        if outer in self.open:
+            call.outer = outer
+            self.open.insert(self.open.index(outer) + 1, call)
+            position = self.calls.index(outer) + 1
+            self.calls.insert(position, call)
+            self._numbers.insert(position, call.first_node_number)
 
     def begin_later(self) -> None:
         """Records that the calling thread may make a graph with a unit's weights later."""

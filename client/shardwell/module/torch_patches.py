@@ -5,6 +5,7 @@
   torch sees an empty list if all gradients were pushed. The functions are therefore wrapped, under every name that
   torch has for them.
 - Every backward begins with a search. See Note: [Search].
+- Parametrizing a gathered parameter leaves its version counter as it is.
 - ``Parameter.data`` notes that it was read: a write to its result counts in no version counter.
 
 Note: [Search]
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import utils
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, parametrize
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwell.module.parameters import FIRST_VERSION, FREED_VERSION, refuse_clipping
@@ -113,6 +114,24 @@ def _install() -> None:
         _change(module, "_engine_run_backward", run_backward)
 
     _change(nn.Parameter, "data", property(_get_data, _DATA.__set__, _DATA.__delete__))
+    _change(parametrize.ParametrizationList, "__init__", _keeping_version(parametrize.ParametrizationList.__init__))
+
+
+def _keeping_version(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor of a parametrization that does not count as a write.
+
+    It gives the parameter the memory that the parameter has already, which increments the version counter. PEFT
+    parametrizes gathered parameters in each forward (``target_parameters``).
+    """
+
+    @functools.wraps(original)
+    def construct(self: nn.Module, modules: Any, parameter: Any, *args: Any, **kwargs: Any) -> None:
+        version = parameter._version if isinstance(parameter, torch.Tensor) else 0
+        original(self, modules, parameter, *args, **kwargs)
+        if owner_of(parameter) is not None:  # other memory is found by its address
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+
+    return construct
 
 
 def _change(place: Any, name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -70,6 +71,8 @@ class Unit(ResidentUnit):
         """True if the script has read a hidden gradient of the unit's model."""
         self.siblings: Callable[[], Iterable[Unit] | None] = lambda: None
         """Returns all units of the session."""
+        self.gather_for_reader: Callable[[Owner, FrameType | None], bool] = lambda owner, frame: False
+        """See ``outside_reads.py``."""
         self.pushes = True
         """False if another tensor-parallel rank, which computes the same gradients, pushes them."""
         self.tp_replicated = False
@@ -701,6 +704,10 @@ class Owner:
         for unit in self.unit.siblings() or ():
             unit.gradient_read |= unit.hides_gradients
         return is_first
+
+    def gather_for_reader(self, frame: FrameType | None) -> bool:
+        """Gathers the unit for the running forward that reads the freed parameter in a frame, if there is one."""
+        return self.unit.gather_for_reader(self, frame)
 
 
 def owner_of(tensor: torch.Tensor) -> Owner | None:

@@ -472,13 +472,15 @@ class ShardedOptimizer(Optimizer):
         if not kept and self._latest_units is not None and self._latest_units.key == key:
             return self._latest_units.message
         indices = {unit.index: [NO_GROUP] * len(unit.layout.parameters) for unit in self._session.units}
+        trainable = {unit.index: [each.is_trainable for each in unit.layout.parameters] for unit in self._session.units}
         for unit_index, parameter_indices in kept.items():
             for parameter_index in parameter_indices:
                 indices[unit_index][parameter_index] = KEPT_GROUP
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 unit_index, parameter_index = self._locate(parameter)
-                indices[unit_index][parameter_index] = number
+                if trainable[unit_index][parameter_index]:
+                    indices[unit_index][parameter_index] = number
         message = common_pb2.OptimizerStep(
             units=[common_pb2.UnitGroups(unit_index=index, group_indices=group) for index, group in indices.items()]
         )

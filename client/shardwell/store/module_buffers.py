@@ -600,8 +600,9 @@ class RunBuffers:
                 now = "has no such buffer now" if found is None else f"now has {describe(found.describe())}"
                 raise UsageError(
                     f"buffer {name!r} was {describe(buffer.described)} when the optimizer was made, but the model "
-                    f"{now}: a buffer of a run keeps its shape, its dtype and its other names. Register it with "
-                    "persistent=False if it is no part of the run's state",
+                    f"{now}: a buffer of a run keeps its shape, its dtype and its other names. If its first forward "
+                    "gives it its shape, as for observers of quantization, run one forward of the model before the "
+                    "optimizer is made. Register it with persistent=False if it is no part of the run's state",
                     buffer=name,
                 )
         if len(live) > len(self.by_name):
@@ -614,8 +615,9 @@ def _reject_new(live: Iterable[LiveBuffer], declared: Mapping[str, RunBuffer]) -
     for found in live:
         if (name := found.names[0]) not in declared:
             raise UsageError(
-                f"buffer {name!r} was registered after the optimizer was made: register all buffers before, so that "
-                "all trainers start with the same buffers, or use persistent=False if it is no part of the run's state",
+                f"buffer {name!r} was registered after the optimizer was made: register all buffers before (run one "
+                "forward of the model before, if the forward registers it), so that all trainers start with the same "
+                "buffers, or use persistent=False if it is no part of the run's state",
                 buffer=name,
             )
 

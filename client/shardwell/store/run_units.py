@@ -261,6 +261,12 @@ class UnitDeclarations:
             start_bytes=shard.start_bytes,
             stop_bytes=shard.stop_bytes,
             draws=values.draws.values(),
+            frozen_indices=[
+                index
+                for index, parameter in enumerate(unit.layout.parameters)
+                # In 8 bits, one value that is not finite spoils all values of its quantization block.
+                if parameter.frozen and not wire_dtypes.has_windows(wire_dtypes.applied(shard.gather_dtype, parameter))
+            ],
         )
         size_bytes = sum(segment.size_bytes for segment in segments)
         shard.server.resending.run(

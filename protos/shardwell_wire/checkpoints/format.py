@@ -39,6 +39,8 @@ SAFETENSORS_DTYPES = {
     "BF16": ("bfloat16", 2),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
     "C64": ("complex64", 8),
     "I64": ("int64", 8),
     "I32": ("int32", 4),

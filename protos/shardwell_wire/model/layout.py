@@ -160,7 +160,7 @@ MAX_DIMS = 64
 """Maximum number of dims, as in torch. The product of very many sizes would occupy a server for minutes."""
 
 PARAMETER_ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the dtypes a parameter may have, by torch's names."""
+"""Bytes per element of the dtypes that optimizers update, by torch's names."""
 
 ITEM_SIZES = {
     **PARAMETER_ITEM_SIZES,
@@ -172,8 +172,15 @@ ITEM_SIZES = {
     "int8": 1,
     "uint8": 1,
     "bool": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
 }
-"""Bytes per element of the dtypes a buffer may have."""
+"""Bytes per element of the dtypes that a buffer or frozen parameter may have."""
 
 DTYPE_NAMES: dict[int, str] = {
     number: name.removeprefix("DTYPE_").lower() for name, number in common_pb2.Dtype.items() if number
@@ -218,6 +225,13 @@ class Parameter:
     """For a part: shape of the whole parameter. Otherwise empty."""
     offsets: tuple[int, ...] = ()
     """For a part: first index along each dim. Otherwise empty."""
+    frozen: bool = field(default=False, compare=False)
+    """True if the trainer that declares the parameter does not train it. Its initial values may be NaN or infinite."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """True if the dtype is one that optimizers update."""
+        return self.dtype in PARAMETER_ITEM_SIZES
 
     @property
     def is_part(self) -> bool:
@@ -326,12 +340,11 @@ class UnitLayout:
         names = [name for parameter in self.parameters for name in (parameter.name, *parameter.aliases)]
         if len(set(names)) != len(names) or not all(names):
             raise self._invalid("has two parameters with the same name, or a parameter without a name")
-        dtypes = ITEM_SIZES if self.holds_buffers else PARAMETER_ITEM_SIZES
         for parameter in self.parameters:
-            if parameter.dtype not in dtypes:
+            if parameter.dtype not in ITEM_SIZES:
                 raise InvalidRequestError(
                     f"{'buffer' if self.holds_buffers else 'parameter'} {parameter.name!r} has dtype "
-                    f"{parameter.dtype}; expected one of {', '.join(dtypes)}",
+                    f"{parameter.dtype}; expected one of {', '.join(ITEM_SIZES)}",
                     parameter=parameter.name,
                 )
             if len(parameter.shape) > MAX_DIMS:

@@ -40,7 +40,9 @@ class _DtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     DTYPE_FLOAT16: _Dtype.ValueType  # 4
     """IEEE 754, 2 bytes."""
     DTYPE_INT64: _Dtype.ValueType  # 5
-    """Two's complement, 8 bytes. This type and all types below are for buffers only; parameters are rejected."""
+    """Two's complement, 8 bytes. This type and all types below are for buffers and frozen parameters: no gradient and no
+    optimizer of such a parameter is accepted.
+    """
     DTYPE_INT32: _Dtype.ValueType  # 6
     """Two's complement, 4 bytes."""
     DTYPE_INT16: _Dtype.ValueType  # 7
@@ -55,6 +57,17 @@ class _DtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     """Two FLOAT32, real part first, 8 bytes."""
     DTYPE_COMPLEX128: _Dtype.ValueType  # 12
     """Two FLOAT64, real part first, 16 bytes."""
+    DTYPE_UINT64: _Dtype.ValueType  # 13
+    """Unsigned, 8 bytes."""
+    DTYPE_UINT32: _Dtype.ValueType  # 14
+    """Unsigned, 4 bytes."""
+    DTYPE_UINT16: _Dtype.ValueType  # 15
+    """Unsigned, 2 bytes."""
+    DTYPE_FLOAT8_E4M3FN: _Dtype.ValueType  # 16
+    """The 8-bit formats of PyTorch's dtypes of the same names, 1 byte."""
+    DTYPE_FLOAT8_E5M2: _Dtype.ValueType  # 17
+    DTYPE_FLOAT8_E4M3FNUZ: _Dtype.ValueType  # 18
+    DTYPE_FLOAT8_E5M2FNUZ: _Dtype.ValueType  # 19
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Element type of a parameter, gradient or buffer. Little-endian, C order on the wire."""
@@ -70,7 +83,9 @@ DTYPE_BFLOAT16: Dtype.ValueType  # 3
 DTYPE_FLOAT16: Dtype.ValueType  # 4
 """IEEE 754, 2 bytes."""
 DTYPE_INT64: Dtype.ValueType  # 5
-"""Two's complement, 8 bytes. This type and all types below are for buffers only; parameters are rejected."""
+"""Two's complement, 8 bytes. This type and all types below are for buffers and frozen parameters: no gradient and no
+optimizer of such a parameter is accepted.
+"""
 DTYPE_INT32: Dtype.ValueType  # 6
 """Two's complement, 4 bytes."""
 DTYPE_INT16: Dtype.ValueType  # 7
@@ -85,6 +100,17 @@ DTYPE_COMPLEX64: Dtype.ValueType  # 11
 """Two FLOAT32, real part first, 8 bytes."""
 DTYPE_COMPLEX128: Dtype.ValueType  # 12
 """Two FLOAT64, real part first, 16 bytes."""
+DTYPE_UINT64: Dtype.ValueType  # 13
+"""Unsigned, 8 bytes."""
+DTYPE_UINT32: Dtype.ValueType  # 14
+"""Unsigned, 4 bytes."""
+DTYPE_UINT16: Dtype.ValueType  # 15
+"""Unsigned, 2 bytes."""
+DTYPE_FLOAT8_E4M3FN: Dtype.ValueType  # 16
+"""The 8-bit formats of PyTorch's dtypes of the same names, 1 byte."""
+DTYPE_FLOAT8_E5M2: Dtype.ValueType  # 17
+DTYPE_FLOAT8_E4M3FNUZ: Dtype.ValueType  # 18
+DTYPE_FLOAT8_E5M2FNUZ: Dtype.ValueType  # 19
 global___Dtype = Dtype
 
 class _WireDtype:

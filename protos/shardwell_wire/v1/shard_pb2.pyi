@@ -332,6 +332,7 @@ class InitializeUnitHeader(google.protobuf.message.Message):
     START_BYTES_FIELD_NUMBER: builtins.int
     STOP_BYTES_FIELD_NUMBER: builtins.int
     DRAWS_FIELD_NUMBER: builtins.int
+    FROZEN_INDICES_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     start_bytes: builtins.int
@@ -346,6 +347,10 @@ class InitializeUnitHeader(google.protobuf.message.Message):
     def draws(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.initialization_pb2.ParameterDraw]:
         """Parameters whose values the server draws, each at most once. The stream omits them."""
 
+    @property
+    def frozen_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Layout indices of frozen parameters, whose values may be NaN or infinite. Indices of other units are ignored."""
+
     def __init__(
         self,
         *,
@@ -354,9 +359,10 @@ class InitializeUnitHeader(google.protobuf.message.Message):
         start_bytes: builtins.int = ...,
         stop_bytes: builtins.int = ...,
         draws: collections.abc.Iterable[shardwell_wire.v1.initialization_pb2.ParameterDraw] | None = ...,
+        frozen_indices: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "draws", b"draws", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "draws", b"draws", "frozen_indices", b"frozen_indices", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit"]) -> None: ...
 
 global___InitializeUnitHeader = InitializeUnitHeader
 

@@ -157,6 +157,12 @@ class Segments:
             raise InvalidRequestError(
                 f"{self._spec.what}: {name} is {list(indices[:10])}, expected strictly rising numbers below {count}"
             )
+        if name == "parameter_indices" and not self._spec.layout.holds_buffers:
+            for parameter in (self._spec.layout.parameters[index] for index in indices):
+                if not parameter.is_trainable:
+                    raise InvalidRequestError(
+                        f"{self._spec.what}: parameter {parameter.name!r} is {parameter.dtype}, which has no gradient"
+                    )
         return frozenset(self.segment_of[index] for index in indices if index in self.segment_of)
 
 

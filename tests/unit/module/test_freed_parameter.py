@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwell.module.fully_shard import fully_shard
+from shardwell.module.mixed_precision import MixedPrecisionPolicy
 from shardwell.module.parameters import FreedParameter
 from shardwell.module.unit import owner_of
 from shardwell_wire.errors import FreedParameterError
-from tests.support.module_parity import Sharded, wrap_children
+from tests.support.module_parity import Sharded, wrap_children, wrap_whole
 
 
 @pytest.fixture
@@ -97,6 +99,54 @@ def test_operations_without_values_work(layer: nn.Linear) -> None:
     assert weight.new_zeros(3).shape == (3,)
     assert weight in {weight} and {weight: 1}[weight] == 1
     assert sum(parameter.numel() for parameter in layer.parameters()) == 40
+
+
+METADATA: dict[str, Callable[[Any], Any]] = {
+    "torch.typename": torch.typename,
+    "type": lambda p: p.type(),
+    "dir": lambda p: "weight" if "requires_grad" in dir(p) else "",
+    "is_shared": lambda p: p.is_shared(),
+    "is_conj": lambda p: (p.is_conj(), torch.is_conj(p)),
+    "is_neg": lambda p: (p.is_neg(), torch.is_neg(p)),
+    "is_pinned": lambda p: p.is_pinned(),
+    "is_signed": lambda p: (p.is_signed(), torch.is_signed(p)),
+    "dim_order": lambda p: p.dim_order(),
+    "result_type": lambda p: (torch.result_type(p, 1), torch.result_type(torch.ones(2, dtype=torch.float64), p)),
+    "equal": lambda p: (torch.equal(p, p), p.equal(p)),
+    "is_set_to": lambda p: p.is_set_to(p),
+    "is_same_size": lambda p: (p.is_same_size(p), torch.is_same_size(p, torch.ones(5, 7))),
+    "likes": lambda p: [
+        (made.shape, made.dtype, type(made))
+        for made in (torch.rand_like(p), torch.randn_like(p), torch.randint_like(p, 3))
+    ],
+}
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("question", METADATA)
+def test_answers_that_need_no_values_are_those_of_a_plain_parameter(question: str, policy: torch.dtype | None) -> None:
+    plain = nn.Linear(7, 5)
+    precision = MixedPrecisionPolicy(param_dtype=policy)
+    sharded = Sharded(nn.Linear(7, 5), lambda model, session: fully_shard(model, session, mp_policy=precision))
+    weight = sharded.model.weight
+    assert isinstance(weight, FreedParameter)
+    assert METADATA[question](weight) == METADATA[question](plain.weight)
+
+
+def test_model_with_containers_of_parameters_is_printed() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.ParameterDict({"a": torch.ones(3)}), nn.ParameterList([torch.ones(3)])])
+    expected = repr(model)
+    shared = nn.Sequential(nn.Linear(2, 2))
+    shared.parts = model
+    Sharded(shared, wrap_whole)
+    assert repr(model) == expected
+
+
+def test_other_values_of_equal_and_type_raise(layer: Any) -> None:
+    with pytest.raises(FreedParameterError):
+        torch.equal(layer.weight, torch.ones(5, 7))
+    with pytest.raises(FreedParameterError):
+        layer.weight.type(torch.float64)
 
 
 def test_printing_shows_no_values(layer: nn.Linear) -> None:

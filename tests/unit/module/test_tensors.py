@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from shardwell.module.mixed_precision import attribute_tensors, find_tensors, map_tensors, share_storage
+from shardwell.module.mixed_precision import (
+    attribute_tensors,
+    find_argument_tensors,
+    find_tensors,
+    map_tensors,
+    share_storage,
+)
 
 ONE, TWO = torch.ones(1), torch.ones(2)
 
@@ -87,3 +95,45 @@ def test_shared_storage_is_detected() -> None:
     assert share_storage(flat[2:4], flat.untyped_storage())
     assert not share_storage(flat.clone(), flat.untyped_storage())
     assert not share_storage(torch.eye(2).to_sparse(), flat.untyped_storage())
+
+
+class Lazy(Mapping[int, torch.Tensor]):
+    """A mapping that loads on access."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __getitem__(self, key: int) -> torch.Tensor:
+        self.loaded.append(key)
+        return torch.ones(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(50))
+
+    def __len__(self) -> int:
+        return 50
+
+
+def test_lazy_mappings_in_arguments_are_not_read() -> None:
+    lazy = Lazy()
+    assert find_argument_tensors((lazy, {"nested": [lazy]}, ONE)) == [ONE]
+    assert not lazy.loaded
+
+
+def test_large_arguments_are_searched_in_part() -> None:
+    words = SimpleNamespace(index={f"w{number}": number for number in range(100_000)}, lists=[[]] * 100_000)
+    visited: list[int] = []
+
+    class Counted(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                visited.append(item)
+                yield item
+
+    found = find_argument_tensors((words, Counted(range(100_000)), [words, {"states": (ONE, [TWO])}]))
+    assert [id(tensor) for tensor in found] == [id(ONE), id(TWO)]  # also after the large objects
+    assert len(visited) <= 1024
+    linked: list[object] = [ONE]
+    for _ in range(5000):
+        linked = [linked]
+    assert find_argument_tensors((linked,)) == []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -279,7 +279,7 @@ async def receive(
             await incoming.into(streamed, what)
             await store.memory.in_thread(partial(_compute_draw, shard, parts, draws))
             if not shard.layout.holds_buffers:
-                await store.memory.in_thread(partial(_compute_check_finite, shard, parts))
+                await store.memory.in_thread(partial(_compute_check_finite, shard, parts, set(header.frozen_indices)))
             if shard.version is None:
                 _check_epoch(shard, epoch)  # a stream of a newer epoch may have ended meanwhile
                 shard.values.accept_initial(epoch, received)
@@ -296,7 +296,10 @@ def _checked_draws(shard: UnitShard, header: shard_pb2.InitializeUnitHeader) -> 
                 f"{shard.what}: parameter_index is {draw.parameter_index} in draws, expected unique numbers below "
                 f"{len(parameters)}"
             )
-        random_values.check(draw, parameters[draw.parameter_index].name)
+        parameter = parameters[draw.parameter_index]
+        if not parameter.is_trainable:
+            raise InvalidRequestError(f"parameter {parameter.name!r} is {parameter.dtype}, which cannot be drawn")
+        random_values.check(draw, parameter.name)
         draws[draw.parameter_index] = draw
     return draws
 
@@ -317,11 +320,17 @@ def _compute_draw(shard: UnitShard, parts: _Parts, draws: Draws) -> None:
             random_values.fill(view, segment.start_element, draw, box)
 
 
-def _compute_check_finite(shard: UnitShard, parts: _Parts) -> None:
+def _compute_check_finite(shard: UnitShard, parts: _Parts, frozen: Collection[int]) -> None:
     for segment, view in parts:
+        parameter = shard.layout.parameters[segment.parameter_index]
+        if segment.parameter_index in frozen or not parameter.is_trainable:
+            continue
         if not bool(torch.isfinite(view).all()):
-            name = shard.layout.parameters[segment.parameter_index].name
-            raise NonFiniteError(f"the initial value of parameter {name!r} has NaN or infinity", parameter=name)
+            raise NonFiniteError(
+                f"the initial value of parameter {parameter.name!r} has NaN or infinity, which only a frozen parameter "
+                "may have (requires_grad=False when it is sharded), and not in fp32 with a gather_dtype of 8 bits",
+                parameter=parameter.name,
+            )
 
 
 def _check_epoch(shard: UnitShard, epoch: int) -> None:

@@ -1,0 +1,143 @@
+"""Frozen parameters of any dtype are stored, gathered, saved and read as bytes."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import shardwell
+from shardwell import UsageError
+from shardwell.wrapping.auto_wrap import auto_wrap
+from shardwell_wire.errors import NonFiniteError
+from shardwell_wire.model.layout import ITEM_SIZES
+from tests.support.module_parity import Pair, Sharded, wrap_whole
+
+DTYPES = [getattr(torch, name) for name in ITEM_SIZES if name != "complex128"]  # which safetensors files do not support
+
+
+class Quantized(nn.Module):
+    """A trained layer beside frozen codes of every dtype, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.codes = nn.ParameterList()
+        for dtype in DTYPES:
+            values = torch.arange(35).view(5, 7) % (2 if dtype is torch.bool else 30)
+            self.codes.append(nn.Parameter(values.to(dtype), requires_grad=False))
+        self.mask = nn.Parameter(torch.full((7, 7), -math.inf).triu(1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for code in self.codes:
+            x = x + (code.real if code.is_complex() else code).float().mean(0)
+        return x @ self.mask.softmax(-1)
+
+
+def _model() -> Quantized:
+    torch.manual_seed(0)
+    return Quantized()
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+
+
+def _loss(model: nn.Module, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.full((2, 7), number + 1.0)).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("transports", "gather_dtype"), [("shm,grpc", "float32"), ("socket,grpc", "bfloat16"), ("grpc", "float32")]
+)
+def test_frozen_values_keep_their_bytes(
+    cluster: shardwell.LocalCluster, tmp_path: Path, transports: Any, gather_dtype: Any
+) -> None:
+    model, name = _model(), f"frozen-{uuid.uuid4().hex[:8]}"
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    transfers = shardwell.TransferOptions(transports=transports, gather_dtype=gather_dtype)
+    folder = str(tmp_path / "checkpoints")
+    with shardwell.join(cluster.address, run=name, transfers=transfers, checkpoint_dir=folder) as session:
+        auto_wrap(model, session)
+        # The average of an infinite value is NaN, as in torch, unless the optimizer does not have the parameter.
+        optimizer = shardwell.optim.AdamW([each for each in model.parameters() if each is not model.mask], lr=0.1)
+        optimizer.ema_decay = 0.9
+        for step in session.steps(2):
+            for batch in step.batches(lambda item, rank: item):
+                _loss(model, 0 if batch is None else 1).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [shardwell.full_state_dict(model), shardwell.full_state_dict(model, ema=True)]
+        shardwell.save_safetensors(model, tmp_path / "saved")
+        saved = session.save_checkpoint(wait=True)
+        reader = shardwell.attach(cluster.address, run=name)
+        copy = _model()
+        for parameter in copy.parameters():
+            parameter.data.view(torch.uint8).zero_()
+        reader.follow(copy)
+        states += [copy.state_dict(), load_file(tmp_path / "saved" / "model.safetensors")]
+        reader.close()
+    other = _model()
+    with shardwell.join(cluster.address, run=f"{name}-2", resume=saved) as session:
+        auto_wrap(other, session)
+        states.append(shardwell.full_state_dict(other))
+    assert not torch.equal(states[0]["linear.weight"], before["linear.weight"])
+    for state in states:
+        for key, value in before.items():
+            assert key.startswith("linear") or _same_bytes(value, state[key]), key
+
+
+def test_mixed_precision_casts_only_what_is_trained() -> None:
+    policy = shardwell.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded = Sharded(_model(), lambda model, session: shardwell.fully_shard(model, session, mp_policy=policy))
+    module: Any = sharded.model
+    module.unshard()
+    assert module.linear.weight.dtype is module.mask.dtype is torch.bfloat16
+    assert [code.dtype for code in module.codes if code.dtype not in (torch.float32, torch.bfloat16)] == [
+        dtype for dtype in DTYPES if str(dtype)[6:] not in ("float32", "float64", "float16", "bfloat16")
+    ]
+    module.reshard()
+
+
+def test_training_with_frozen_codes_is_that_of_a_plain_model() -> None:
+    def make_optimizer(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in parameters if each.dtype is torch.float32], lr=0.1, fused=True)
+
+    pair = Pair(_model(), wrap_whole, make_optimizer=make_optimizer)
+    for number in range(3):
+        pair.backward(_loss, number)
+        pair.step()
+    got = pair.sharded.state()
+    assert all(_same_bytes(value, got[key]) for key, value in pair.plain.state_dict().items())
+
+
+def test_trained_parameter_of_another_dtype_is_refused() -> None:
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
+    with pytest.raises(UsageError, match=r"float8_e4m3fn.*requires_grad_\(False\)"):
+        Sharded(model, wrap_whole)
+    model.weight.requires_grad_(False)
+    Sharded(model, wrap_whole)
+
+
+@pytest.mark.parametrize("gather_dtype", ["float32", "int8"])
+def test_values_that_are_trained_or_gathered_in_8_bits_are_finite(
+    cluster: shardwell.LocalCluster, gather_dtype: Any
+) -> None:
+    model = _model()
+    model.mask.requires_grad_(gather_dtype == "float32")
+    transfers = shardwell.TransferOptions(gather_dtype=gather_dtype)
+    with (
+        shardwell.join(cluster.address, run=f"mask-{uuid.uuid4().hex[:8]}", transfers=transfers) as session,
+        pytest.raises(NonFiniteError, match=r"mask.*only a frozen parameter may have"),
+    ):
+        shardwell.fully_shard(model, session)
