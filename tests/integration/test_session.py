@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -290,7 +291,13 @@ def test_batch_norm_statistics_come_from_rank_0(join: Callable[..., shardwell.Se
     assert state["1.num_batches_tracked"] == STEPS
 
 
-def train_tracked(session: shardwell.Session, until: int) -> tuple[Any, Any, dict[int, float]]:
+class Interrupted(Exception):
+    """Raised between ``optimizer.step()`` and ``scheduler.step()``."""
+
+
+def train_tracked(
+    session: shardwell.Session, until: int, interrupted: int | None = None
+) -> tuple[Any, Any, dict[int, float]]:
     norms = {}
     model = shard(net(), session)
     optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
@@ -301,20 +308,28 @@ def train_tracked(session: shardwell.Session, until: int) -> tuple[Any, Any, dic
             loss_of(model, batch).backward()
         norms[step.number] = optimizer.clip_grad_norm_(0.5).item()
         optimizer.step()
+        if step.number == interrupted:
+            raise Interrupted
         scheduler.step()
     return model, scheduler, norms
 
 
-def test_run_resumes_with_the_state_of_its_scheduler(join: Callable[..., shardwell.Session]) -> None:
+@pytest.mark.parametrize("interrupted", [None, 1])
+def test_run_resumes_with_the_state_of_its_scheduler(
+    join: Callable[..., shardwell.Session], interrupted: int | None
+) -> None:
     whole, _, expected_norms = train_tracked(join(), 5)
     expected = sha256(shardwell.full_state_dict(whole))
-    first = join("resumed-run")
-    train_tracked(first, 2)
+    run = uuid.uuid4().hex
+    first = join(run)
+    with nullcontext() if interrupted is None else pytest.raises(Interrupted):
+        train_tracked(first, 2, interrupted)
     first.close()
-    again = join("resumed-run")
+    again = join(run)
     assert again.step == 2
     model, scheduler, norms = train_tracked(again, 5)
-    assert norms == {step: expected_norms[step] for step in range(1, 5)}, "step 1 is repeated"
+    first_step = 2 if interrupted is None else interrupted  # the end of the interrupted iteration is repeated
+    assert norms == {step: expected_norms[step] for step in range(first_step, 5)}
     assert scheduler.last_epoch == 5
     assert sha256(shardwell.full_state_dict(model)) == expected
 

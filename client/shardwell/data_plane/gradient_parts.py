@@ -164,6 +164,40 @@ class GradientChecksums:
             self._found.update(zip(waiting, values, strict=True))
 
 
+_SAMPLED_VALUES = 64
+"""Most values of one gradient that a sample contains."""
+
+
+class GradientSample:
+    """Some values of each gradient of one work item. They tell whether two items probably have equal gradients."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+        self._digest: int | None = None
+
+    def add(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Adds the gradients of one backward: ``(parameter index, gradient)``."""
+        for _, gradient in gradients:
+            if gradient.is_contiguous() and gradient.is_floating_point():
+                flat = gradient.detach().view(-1)
+                self._parts.append(flat[:: flat.numel() // _SAMPLED_VALUES + 1].to(torch.float32, copy=True))
+
+    def clear(self) -> None:
+        """Forgets all values, because the work item is restarted."""
+        self._parts.clear()
+        self._digest = None
+
+    def digest(self) -> int:
+        """Returns a checksum of the values after the last ``add``. 0: all of them are 0, or one is not finite."""
+        if self._digest is None and self._parts:
+            values = torch.cat([part.to(self._parts[0].device) for part in self._parts]).cpu()
+            is_telling = bool(values.isfinite().all()) and bool(values.any())
+            self._digest = xxhash.xxh3_64_intdigest(memory_at(values.data_ptr(), values.nbytes, values))
+            self._digest = self._digest if is_telling else 0
+            self._parts.clear()
+        return self._digest or 0
+
+
 def _checksum(gradient: torch.Tensor, former: int | torch.Tensor) -> int | torch.Tensor:
     """Returns the checksum of a gradient, combined with that of the gradients before. 0: there are none."""
     if gradient.device.type == "cpu" and isinstance(former, int):

@@ -170,6 +170,8 @@ class TrainerReports:
     """Where the time of the last steps went. None: no step is measured."""
     ended_step: int | None = None
     """Number of committed steps at which the training loop has ended. None: it has not ended."""
+    ended_iteration: coordinator_pb2.RunState | None = None
+    """Tracked objects at the end of the last iteration of the loop. None: another trainer reports them."""
 
 
 class Heartbeats:
@@ -216,6 +218,8 @@ class Heartbeats:
             request.report.CopyFrom(report)
         if (ended_step := self._reports.ended_step) is not None:
             request.ended_step = ended_step
+        if (ended_iteration := self._reports.ended_iteration) is not None:
+            request.ended_iteration.CopyFrom(ended_iteration)
         response: coordinator_pb2.HeartbeatResponse = self._coordinator.call("Heartbeat", request, timeout_s=timeout_s)
         self._note_news(response)
         return response

@@ -176,7 +176,7 @@ class Membership:
         self.epoch: int = joined.epoch
         self._over, self._lapse, self.lapsed = threading.Event(), None, False
         self.valid = self._ended is None
-        self.committed_step = joined.committed_step
+        self.committed_step, self.reports.ended_iteration = joined.committed_step, None
         self._note_joined(joined)
         self._start_keeping(joined.lease_s)
 
@@ -542,6 +542,17 @@ class Membership:
         if ended_step is not None and self.world.replica_size > 1:
             with suppress(ShardwellError):  # whatever it is, the loop has ended
                 self.ask()
+
+    def report_iteration(self, step: int, tracked: dict[str, str]) -> None:
+        """Reports the tracked objects at the end of an iteration, with which trainers that join continue.
+
+        Args:
+            step: The last committed step of the iteration.
+            tracked: See ``RunState.tracked_json``.
+        """
+        self.reports.ended_iteration = coordinator_pb2.RunState(step=step, tracked_json=tracked)
+        if self._ask() is not None:
+            self.reports.ended_iteration = None  # otherwise the next heartbeat reports it
 
     def leave(self, error: str = "") -> None:
         """Leaves the run, so that the coordinator reassigns the ranks at once. No effect after the membership ended.

@@ -337,9 +337,10 @@ class Session:
     def track(self, **objects: Any) -> None:
         """Stores the state of objects, such as LR schedulers and counters, with every commit.
 
-        If the run has stored state of an object, the object is restored. ``steps`` then starts with the end of the last
-        committed step: ``step.batches`` yields nothing, ``optimizer.step()`` returns at once, and the rest of the loop
-        body, such as ``scheduler.step()``, updates the objects.
+        At the end of the loop body, the state is stored again. If the run has stored state of an object, the object is
+        restored. If the run was interrupted between ``optimizer.step()`` and the end of the loop body, ``steps`` then
+        starts with the end of the last committed step: ``step.batches`` yields nothing, ``optimizer.step()`` returns at
+        once, and the rest of the loop body, such as ``scheduler.step()``, updates the objects.
 
         Args:
             **objects: Objects with ``state_dict`` and ``load_state_dict``, by a unique name. Their state consists of

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from shardwell.data_plane.gradient_parts import GradientChecksums
+from shardwell.data_plane.gradient_parts import GradientChecksums, GradientSample
 from shardwell.step.step_commit import StepUpdate
 from shardwell.transport.base import PartHeader
 from shardwell_wire.errors import UsageError
@@ -124,6 +124,7 @@ class WorkItemState:
         summed: Data ranks to whose gradients those of this attempt were added before they were pushed.
         shared_units: Units whose gradients other trainers of the node may have added to theirs.
         checksums: Checksums of the gradients that all tensor-parallel ranks compute. None: there are none.
+        sample: Some values of the attempt's gradients, in steps in which data ranks are compared.
         headers: Makes the headers of the attempt's gradients. None: it has pushed none.
         scalars: Numbers that the training script has logged for the attempt, by name.
         data_position: Where the data rank's streams continue after the item. Empty: where they continued before.
@@ -140,6 +141,7 @@ class WorkItemState:
         self.summed: frozenset[int] = frozenset()
         self.shared_units: set[int] = set()
         self.checksums: GradientChecksums | None = None
+        self.sample = GradientSample()
         self.headers: PartHeaders | None = None
         self.scalars: dict[str, float] = {}
         self.data_position = ""
@@ -203,6 +205,7 @@ class WorkItemState:
         self.parts.clear()
         self.pushed.clear()
         self.scalars.clear()
+        self.sample.clear()
         if self.checksums is not None:
             self.checksums.clear()
         # Servers add kept gradients to each attempt anew, so its pushes name again which of them are dropped.
@@ -273,6 +276,7 @@ class WorkItemState:
             number=self.item.number,
             scalars=self.scalars,
             data_position=self.data_position,
+            gradient_sample=self.sample.digest(),
         )
 
 

@@ -22,6 +22,10 @@ from shardwell.transport.base import DIRECT
 from shardwell_wire.errors import CapacityError, StaleEpochError, StepRestartedError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 
+_SAMPLING_PERIOD, _SAMPLED_STEPS = 256, 4
+"""The first steps of each period in which trainers report samples of their gradients. The coordinator warns if data
+ranks have equal ones, because they probably read the same data."""
+
 
 class ItemPushes:
     """The gradients that this trainer pushes for its work items: the ``GradientStore`` of a run.
@@ -104,6 +108,8 @@ class ItemPushes:
                 for index, _ in gradients:
                     indices.append(index)
                 header, excuse = headers.start_part(unit_index, indices), headers.excuse
+                if self._state.number % _SAMPLING_PERIOD < _SAMPLED_STEPS and membership.world.dp > 1:
+                    current.sample.add(gradients)
                 if self.feedback is not None and gradients:
                     copies, copied = to_host([gradient for _, gradient in gradients])
                     copied()

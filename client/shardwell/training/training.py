@@ -33,7 +33,7 @@ from shardwell.store.module_buffers import RunBuffers
 from shardwell.store.run_store import RunStore
 from shardwell.transport.server_connection import STREAM_TRANSPORTS, is_this_host
 from shardwell_wire.errors import UsageError
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 
 class Training:
@@ -79,7 +79,7 @@ class Training:
             init_seed=derive_seed(membership.seed, "parameters"),
         )
         self.plan_report = PlanReport(membership, units)
-        self.tracked = TrackedObjects(joined.state.tracked_json)
+        self.tracked = TrackedObjects(joined.state.tracked_json, is_complete=is_complete(joined))
         self.buffers = RunBuffers(lambda: units.named_modules, store.buffers, joined.state, units.place)
         self.monitor = StepMonitor(membership.trainer)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -226,15 +226,22 @@ class StateOwners:
 class TrackedObjects:
     """Objects whose ``state_dict`` is stored with every commit and restored when a trainer joins.
 
+    Note: [State between iterations]
+        A commit stores the objects as they are at the call of ``optimizer.step()``. When the loop body has ended, the
+        trainer that has computed data rank 0 reports them once more. Only if this report is missing, because that
+        trainer or the coordinator was lost in between, a trainer that joins repeats what follows ``optimizer.step()``.
+
     Args:
         stored: JSON text by name, from the last commit.
+        is_complete: Whether the loop body of the last commit had ended when this state was stored.
     """
 
-    def __init__(self, stored: Mapping[str, str]) -> None:
-        self._stored = dict(stored)
+    def __init__(self, stored: Mapping[str, str], *, is_complete: bool = False) -> None:
+        self._stored, self._is_complete = dict(stored), is_complete
         self._objects: dict[str, Any] = {}
         self.restored = False
-        """True if an object was restored. The trainer then repeats the end of the last committed step."""
+        """True if an object has the state of a call of ``optimizer.step()``. The trainer then repeats the end of the
+        last committed step."""
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Adds objects by name, and restores those whose state the run has stored.
@@ -252,7 +259,7 @@ class TrackedObjects:
             self._capture(name, tracked)
             if name in self._stored:
                 self._restore(tracked, json.loads(self._stored[name]))
-                self.restored = True
+                self.restored = not self._is_complete
 
     def restore(self, states: Mapping[str, str]) -> None:
         """Restores objects from a former result of ``to_json``."""
@@ -260,11 +267,14 @@ class TrackedObjects:
             if name in states:
                 self._restore(tracked, json.loads(states[name]))
 
-    def replace(self, stored: Mapping[str, str]) -> None:
+    def replace(self, stored: Mapping[str, str], *, is_complete: bool) -> None:
         """Restores all objects from another commit than the one with which this object was made."""
-        self._stored = dict(stored)
-        self.restored = any(name in self._stored for name in self._objects)
+        self._stored, self._is_complete = dict(stored), is_complete
+        self.restored = not is_complete and any(name in self._stored for name in self._objects)
         self.restore(self._stored)
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
 
     def has_owner(self, optimizer: Any) -> bool:
         """True if an object belongs to an optimizer, such as its LR scheduler."""
@@ -289,6 +299,11 @@ class TrackedObjects:
         # The state of an LR scheduler does not include the learning rate of its optimizer.
         for group, values in zip(_param_groups(tracked) or (), state.get("hyperparameters", ()), strict=False):
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+def is_complete(joined: coordinator_pb2.JoinResponse) -> bool:
+    """True if the stored tracked objects have their state at the end of the loop body of the last committed step."""
+    return joined.state.iteration_ended and joined.state.step + 1 == joined.committed_step
 
 
 def _param_groups(tracked: Any) -> list[dict[str, Any]] | None:

@@ -115,8 +115,8 @@ class Step:
 
         Before each batch, torch's generators are seeded as a function of (run seed, step, dp_rank). Dropout is
         therefore the same on every trainer that computes the item. The loop ends when all trainers have finished the
-        step's work. It yields nothing on a spare that is not needed, and nothing in the first step after joining a run
-        with tracked objects.
+        step's work. It yields nothing on a spare that is not needed, and nothing in a step that only repeats the end of
+        an interrupted iteration, see ``Session.track``.
 
         Args:
             source: A function ``(step, dp_rank) -> batch``; a map-style dataset; a stream, such as an
@@ -354,7 +354,7 @@ class TrainingLoop:
         number = self._first_iteration(optimizer_steps)
         if number * optimizer_steps < self._committed and not self._in_flight.state.asynchronous:
             logger.warning(
-                "the loop body of step %d runs again without batches, because tracked objects were restored: it only "
+                "the loop body of step %d runs again without batches, because the run was interrupted in it: it only "
                 "repeats what follows optimizer.step(), such as scheduler.step(). A loss that is computed in the loop "
                 "over step.batches is unset in it: print step.means, which has the numbers of step.log(loss=loss)",
                 number,
@@ -371,13 +371,16 @@ class TrainingLoop:
             while number < num_steps:
                 loop = self._position = LoopPosition(number, optimizer_steps)
                 self._in_flight.enter()
-                yield Step(loop, self._in_flight, feeds, seed=membership.seed)
+                step = Step(loop, self._in_flight, feeds, seed=membership.seed)
+                yield step
                 self._in_flight.leave()
                 if self.iteration.voided:
                     number = self._first_iteration(optimizer_steps) if self.iteration.resume() else number
                 else:
                     loop.require_end()
                     number += 1
+                    if self._tracked and 0 in step.global_ranks and not state.asynchronous:
+                        self._membership.report_iteration(state.number - 1, self._tracked.to_json())
                 if state.asynchronous:
                     number = self._committed
             if not state.asynchronous:

@@ -1030,8 +1030,13 @@ class RunState(google.protobuf.message.Message):
     BUFFER_SOURCE_FIELD_NUMBER: builtins.int
     OPTIMIZER_GENERATIONS_FIELD_NUMBER: builtins.int
     DATA_POSITIONS_FIELD_NUMBER: builtins.int
+    ITERATION_ENDED_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The committed step."""
+    iteration_ended: builtins.bool
+    """True: the tracked objects have the state at the end of the loop body of the committed step. The loop continues with the
+    next step. False: a trainer that joins repeats what follows optimizer.step() in the loop body.
+    """
     @property
     def tracked_json(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Tracked objects at the call of optimizer.step() in that step: JSON text by name."""
@@ -1065,9 +1070,10 @@ class RunState(google.protobuf.message.Message):
         buffer_source: global___WorkItem | None = ...,
         optimizer_generations: collections.abc.Iterable[builtins.int] | None = ...,
         data_positions: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
+        iteration_ended: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["buffer_source", b"buffer_source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "data_positions", b"data_positions", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "data_positions", b"data_positions", "iteration_ended", b"iteration_ended", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
 
 global___RunState = RunState
 
@@ -1117,6 +1123,9 @@ class JoinResponse(google.protobuf.message.Message):
     REPLICA_EPOCH_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
+    CREATED_BY_FIELD_NUMBER: builtins.int
+    CREATED_ON_FIELD_NUMBER: builtins.int
     started: builtins.bool
     """True: the run has started. False: repeat the request."""
     trainer: builtins.str
@@ -1145,6 +1154,9 @@ class JoinResponse(google.protobuf.message.Message):
     """
     token: builtins.str
     """The trainer's token. Rpcs in the trainer's name need it. Empty: the cluster has no key."""
+    created_by: builtins.str
+    """The trainer that joined first, and its host. Empty: not known."""
+    created_on: builtins.str
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the run waits for, one line each."""
@@ -1169,6 +1181,10 @@ class JoinResponse(google.protobuf.message.Message):
     def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Notice]:
         """The newest notices of the run, oldest first."""
 
+    @property
+    def created(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When the run was created."""
+
     def __init__(
         self,
         *,
@@ -1190,9 +1206,12 @@ class JoinResponse(google.protobuf.message.Message):
         replica_epoch: builtins.int = ...,
         token: builtins.str = ...,
         notices: collections.abc.Iterable[global___Notice] | None = ...,
+        created: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        created_by: builtins.str = ...,
+        created_on: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "state", b"state", "work", b"work"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "epoch", b"epoch", "lease_s", b"lease_s", "notices", b"notices", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "token", b"token", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_state", b"_state", "config", b"config", "created", b"created", "state", b"state", "work", b"work"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_state", b"_state", "checkpoint_url", b"checkpoint_url", "committed_step", b"committed_step", "config", b"config", "created", b"created", "created_by", b"created_by", "created_on", b"created_on", "epoch", b"epoch", "lease_s", b"lease_s", "notices", b"notices", "placement", b"placement", "protocol_version", b"protocol_version", "rank_assignments", b"rank_assignments", "replica_epoch", b"replica_epoch", "rollback_count", b"rollback_count", "run_id", b"run_id", "started", b"started", "state", b"state", "token", b"token", "trainer", b"trainer", "waiting_for", b"waiting_for", "work", b"work"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___JoinResponse = JoinResponse
@@ -1292,6 +1311,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     ENDED_STEP_FIELD_NUMBER: builtins.int
     REPORT_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    ENDED_ITERATION_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     trainer: builtins.str
@@ -1328,6 +1348,12 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def protocol(self) -> global___ProtocolVersions:
         """JoinRequest.protocol, for a coordinator that has restarted with another version."""
 
+    @property
+    def ended_iteration(self) -> global___RunState:
+        """Tracked objects at the end of the last iteration of the loop: `step`, its last committed step, and `tracked_json`.
+        Replaces those of the commit. Other fields are ignored. Unset: no iteration has ended, or another trainer reports it.
+        """
+
     def __init__(
         self,
         *,
@@ -1342,11 +1368,14 @@ class HeartbeatRequest(google.protobuf.message.Message):
         ended_step: builtins.int | None = ...,
         report: global___StepReport | None = ...,
         protocol: global___ProtocolVersions | None = ...,
+        ended_iteration: global___RunState | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress", "protocol", b"protocol", "report", b"report"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "protocol", b"protocol", "report", b"report", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_device", b"_device", "_ended_iteration", b"_ended_iteration", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_iteration", b"ended_iteration", "ended_step", b"ended_step", "item_in_progress", b"item_in_progress", "protocol", b"protocol", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_device", b"_device", "_ended_iteration", b"_ended_iteration", "_ended_step", b"_ended_step", "_item_in_progress", b"_item_in_progress", "_report", b"_report", "device", b"device", "ended_iteration", b"ended_iteration", "ended_step", b"ended_step", "epoch", b"epoch", "item_in_progress", b"item_in_progress", "protocol", b"protocol", "report", b"report", "run", b"run", "run_id", b"run_id", "trainer", b"trainer", "transports", b"transports", "unreachable", b"unreachable"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device", b"_device"]) -> typing.Literal["device"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_ended_iteration", b"_ended_iteration"]) -> typing.Literal["ended_iteration"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_ended_step", b"_ended_step"]) -> typing.Literal["ended_step"] | None: ...
     @typing.overload
@@ -1993,6 +2022,7 @@ class FinishedItem(google.protobuf.message.Message):
     NUMBER_FIELD_NUMBER: builtins.int
     SCALARS_FIELD_NUMBER: builtins.int
     DATA_POSITION_FIELD_NUMBER: builtins.int
+    GRADIENT_SAMPLE_FIELD_NUMBER: builtins.int
     global_rank: builtins.int
     """The logical rank."""
     epoch: builtins.int
@@ -2006,6 +2036,10 @@ class FinishedItem(google.protobuf.message.Message):
     data_position: builtins.str
     """Where the dp rank's streams of samples continue after this item, at most 16 KiB. Trainers define the text. Empty:
     where they continued before. All trainers of a replica report the same.
+    """
+    gradient_sample: builtins.int
+    """Combines some values of each gradient of the item. Equal for data ranks with equal gradients. 0: not computed in this
+    step, or all these values are 0.
     """
     @property
     def units(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[shardwell_wire.v1.common_pb2.UnitParts]:
@@ -2043,8 +2077,9 @@ class FinishedItem(google.protobuf.message.Message):
         number: builtins.int = ...,
         scalars: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         data_position: builtins.str = ...,
+        gradient_sample: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "data_position", b"data_position", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "number", b"number", "scalars", b"scalars", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "copy", b"copy", "data_position", b"data_position", "epoch", b"epoch", "global_rank", b"global_rank", "gradient_checksums", b"gradient_checksums", "gradient_sample", b"gradient_sample", "number", b"number", "scalars", b"scalars", "summed_dp_ranks", b"summed_dp_ranks", "units", b"units", "written_buffers", b"written_buffers"]) -> None: ...
 
 global___FinishedItem = FinishedItem
 

@@ -20,6 +20,7 @@ from shardwell_server.coordinator.run_checkpoints import CheckpointSource, RunCh
 from shardwell_server.coordinator.settings import RunSettings
 from shardwell_server.coordinator.signals import RunChanges, SharedCall
 from shardwell_server.coordinator.steps.committed_steps import CommittedSteps
+from shardwell_server.coordinator.steps.reports import EqualGradients
 from shardwell_server.coordinator.steps.step import Step
 from shardwell_server.coordinator.steps.work import AsynchronousWork, SynchronousWork
 from shardwell_server.coordinator.storage.records import CommitRecord
@@ -64,6 +65,7 @@ class Run:
         self.relocations = Relocations(self.units, self.checkpoints, self.changes)
         self.calls = StepCalls()
         self.notices = Notices()
+        self.equal_gradients = EqualGradients()
         self.ended_step: int | None = None
         """Number of committed steps at which a trainer's loop has ended. None: not known."""
         self.created_by, self.created_on = "", ""
@@ -113,6 +115,21 @@ class Run:
             self.ended_step = step
             self.changes.touch()  # stored with the next change, at the latest when the trainer leaves
             self.changed.notify()
+
+    def note_iteration(self, ended: coordinator_pb2.RunState) -> bool:
+        """Records the tracked objects at the end of the last committed step's loop body.
+
+        Returns:
+            True if they are new. The caller stores them: until then, a restarted coordinator has those of the commit.
+        """
+        state = self.commits.state
+        is_next = state is not None and ended.step == state.step == self.committed_step - 1
+        if state is None or not is_next or state.iteration_ended or self.asynchronous or self.checkpoints.restore:
+            return False
+        state.iteration_ended = True
+        state.ClearField("tracked_json")
+        state.tracked_json.update(ended.tracked_json)
+        return True
 
     def check_not_deleted(self) -> None:
         """Raises RunDeletedError if the run was deleted."""

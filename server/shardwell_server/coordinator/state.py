@@ -229,6 +229,11 @@ class CoordinatorState:
         with self._saving(run) as units:
             await self.storage.save_commit(run.name, record, serialized, (_run_record(run, committed=step), units))
 
+    async def save_iteration(self, run: Run) -> None:
+        """Stores the tracked objects of ``Run.note_iteration``, unless the next commit record is being written."""
+        if (state := run.commits.state) is not None and not run.commits.writing and not run.deleted:
+            await self.storage.save_state(run.name, run.committed_step - 1, state.SerializeToString())
+
     async def save_loaded(self, run: Run) -> None:
         """Stores a run that was loaded from a checkpoint, and the end of the restore, all at once."""
         with self._saving(run):

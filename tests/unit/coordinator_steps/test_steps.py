@@ -271,6 +271,23 @@ async def test_positions_of_streams_are_stored_and_leased(cluster: Harness) -> N
     await cluster.restart()
     assert (await a.reset(3, 0)).data_position == "two 0"
     assert not (await cluster.join("c")).joined.state.data_positions
+async def test_tracked_state_at_the_end_of_an_iteration_replaces_that_of_its_commit(cluster: Harness) -> None:
+    def state(step: int, at: str) -> coordinator_pb2.RunState:
+        return coordinator_pb2.RunState(step=step, tracked_json={"scheduler": at})
+
+    a, b = trainers = await cluster.team_with_unit("a", "b")
+    for step in range(2):
+        await asyncio.gather(*(trainer.finish(step) for trainer in trainers))
+        await asyncio.gather(*(trainer.commit(step, wait_s=5, state=state(step, "commit")) for trainer in trainers))
+        stored = (await cluster.try_join()).state
+        assert (stored.tracked_json["scheduler"], stored.iteration_ended) == ("commit", False)
+        await a.heartbeat(ended_iteration=state(step, f"end of {step}"))
+        for late in (1 - step, step, step + 1):  # of another step, or repeated
+            await b.heartbeat(ended_iteration=state(late, "late"))
+        stored = (await cluster.try_join()).state
+        assert (stored.tracked_json["scheduler"], stored.iteration_ended) == (f"end of {step}", True)
+    await cluster.restart()
+    assert (await cluster.try_join()).state == stored, "it is durable"
 
 
 async def test_late_trainer_passes_the_committed_step_without_its_norm(cluster: Harness) -> None:

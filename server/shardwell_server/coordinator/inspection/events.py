@@ -63,6 +63,8 @@ class EventKind(StrEnum):
     """The commit record of a step is durable."""
     GRADIENTS_DIFFER = "gradients_differ"
     """Tensor-parallel ranks computed different gradients of a parameter that all of them hold. Once per unit."""
+    GRADIENTS_EQUAL = "gradients_equal"
+    """Data ranks pushed equal gradients for several steps, so they probably read the same data. Once per run."""
     STEP_FAILED = "step_failed"
     """A step could not be prepared or committed. The message contains the error."""
     SHARDS_PROMOTED = "shards_promoted"

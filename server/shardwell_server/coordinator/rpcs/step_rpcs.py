@@ -10,7 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence, Set
 
 from shardwell_server.coordinator.inspection.events import EventKind
-from shardwell_server.coordinator.ranks.members import Member
+from shardwell_server.coordinator.ranks.members import Member, tell
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, wait_limit
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.signals import poll
@@ -77,6 +77,10 @@ class StepRpcs(CoordinatorRpcs):
             run.changed.notify()
             if not run.asynchronous:  # otherwise steps wait for their turn, and may not need the norm
                 self._coordinator.preparer.start(run, step)
+                if len(step.items) > 1 and (warning := run.equal_gradients.note(step)):
+                    self._state.events.add(EventKind.GRADIENTS_EQUAL, warning, run=run.name)
+                    run.notices.add(warning, now=self._state.wall_clock(), cause=EventKind.GRADIENTS_EQUAL)
+                    tell(run.members)
         self._coordinator.trainers.items.start_fencing(run)
         if member.note_accepts_reassigned_work(accept_work):
             run.changes.touch()

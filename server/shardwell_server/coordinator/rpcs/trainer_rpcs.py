@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from shardwell_server.coordinator.inspection import describe
+from shardwell_server.coordinator.inspection.events import timestamp
 from shardwell_server.coordinator.ranks.members import ItemInProgress, Member, TrainerDevice, TransportReport
 from shardwell_server.coordinator.ranks.rank_assignment import Applicant
 from shardwell_server.coordinator.rpcs.coordinator_rpcs import CoordinatorRpcs, check_seconds, wait_limit
@@ -68,6 +69,9 @@ class TrainerRpcs(CoordinatorRpcs):
             rollback_count=run.checkpoints.rollback_count,
             token=self._issuer.token(run, member),
             notices=run.notices.after(0),
+            created=timestamp(run.created),
+            created_by=run.created_by,
+            created_on=run.created_on,
         )
         if not started:
             if run.started and run.owners.is_waiting_spare(member.name):
@@ -108,6 +112,8 @@ class TrainerRpcs(CoordinatorRpcs):
                 run.changed.notify()
             if request.HasField("ended_step"):
                 run.note_ended(request.ended_step)
+            if request.HasField("ended_iteration") and run.note_iteration(request.ended_iteration):
+                self._state.tasks.start(self._state.save_iteration(run))
             check_recoverable(run, self._state.cluster)
             return coordinator_pb2.HeartbeatResponse(
                 committed_step=run.committed_step,

@@ -228,7 +228,7 @@ def next_run_state(
     state = coordinator_pb2.RunState()
     if before is not None:
         state.CopyFrom(before)
-    state.step = step.number
+    state.step, state.iteration_ended = step.number, False
     if proposed is not None:
         state.ClearField("tracked_json")
         state.tracked_json.update(proposed.tracked_json)

@@ -34,6 +34,45 @@ _MAX_NAMED = 3
 """Most differences that a message names."""
 
 
+_STEPS_WITH_EQUAL_GRADIENTS = 3
+"""Compared steps in a row with equal gradients after which data ranks are said to read the same data."""
+
+
+class EqualGradients:
+    """Finds data ranks that push equal gradients step after step."""
+
+    def __init__(self) -> None:
+        self._ranks: frozenset[int] = frozenset()
+        """The data ranks with equal gradients in the last compared steps."""
+        self._steps: list[int] = []
+        """These steps."""
+        self._is_reported = False
+
+    def note(self, step: Step) -> str:
+        """Compares the items of a step, which are all finished; returns a warning. Empty: there is none.
+
+        Steps without samples are left out. There is one warning per run and process of the coordinator.
+        """
+        by_sample: dict[tuple[int, ...], set[int]] = {}
+        for dp_rank, item in step.items.items():
+            sample = tuple(member.report.gradient_sample for member in item.members.values())
+            by_sample.setdefault(sample, set()).add(dp_rank)
+        if self._is_reported or all(not any(sample) for sample in by_sample) or step.number in self._steps:
+            return ""
+        equal = max((ranks for sample, ranks in by_sample.items() if any(sample)), key=len)
+        both = self._ranks & equal if self._steps else frozenset(equal)
+        self._ranks, self._steps = (both, [*self._steps, step.number]) if len(both) > 1 else (frozenset(), [])
+        if len(self._steps) < _STEPS_WITH_EQUAL_GRADIENTS:
+            return ""
+        self._is_reported = True
+        ranks = ", ".join(map(str, sorted(self._ranks)))
+        return (
+            f"the data ranks {ranks} have pushed equal gradients in the steps {', '.join(map(str, self._steps))}: do "
+            "they read the same data? Give each data rank its own batches: step.batches(dataset, batch_size=...) "
+            "divides a dataset, and a function (step, dp_rank) or session.dp_rank tells the rank"
+        )
+
+
 def check_reports(
     step: Step, trainer: str, reports: Sequence[coordinator_pb2.FinishedItem], layouts: Sequence[UnitLayout]
 ) -> list[FinishedWork]:
@@ -90,7 +129,17 @@ def _check_report(
     check_data_position(report.data_position)
     summed = frozenset() if is_twin else summed
     return FinishedWork(
-        item, member, ItemReport(parts, summed, written, checksums, dict(report.scalars), report.data_position)
+        item,
+        member,
+        ItemReport(
+            parts,
+            summed,
+            written,
+            checksums,
+            dict(report.scalars),
+            data_position=report.data_position,
+            gradient_sample=report.gradient_sample,
+        ),
     )
 
 

@@ -103,6 +103,8 @@ class ItemReport:
     """Numbers that the training script has logged, by name."""
     data_position: str = ""
     """Where the data rank's streams of samples continue. Empty: where they continued before."""
+    gradient_sample: int = 0
+    """Checksum of some values of each gradient. 0: there is none."""
 
 
 NO_REPORT = ItemReport()

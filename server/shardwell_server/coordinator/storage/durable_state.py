@@ -156,6 +156,10 @@ class Storage:
             writes.append(_put("states", (run, commits[-1].step if commits else 0, state)))
         await self._call(self._write_run, record, (), writes)
 
+    async def save_state(self, run: str, step: int, state: bytes) -> None:
+        """Stores the run's state after the last commit, which was that of ``step``."""
+        await self._call(self._write, [_put("states", (run, step, state))])
+
     async def save_checkpoint(self, run: str, record: CheckpointRecord) -> None:
         """Stores a checkpoint that is about to be written, or is complete."""
         await self._call(self._write, [_put("checkpoints", (run, *record.to_row()))])
