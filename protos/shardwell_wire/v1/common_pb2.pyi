@@ -64,10 +64,13 @@ class _DtypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     DTYPE_UINT16: _Dtype.ValueType  # 15
     """Unsigned, 2 bytes."""
     DTYPE_FLOAT8_E4M3FN: _Dtype.ValueType  # 16
-    """The 8-bit formats of PyTorch's dtypes of the same names, 1 byte."""
+    """As torch.float8_e4m3fn, 1 byte."""
     DTYPE_FLOAT8_E5M2: _Dtype.ValueType  # 17
+    """As torch.float8_e5m2, 1 byte."""
     DTYPE_FLOAT8_E4M3FNUZ: _Dtype.ValueType  # 18
+    """As torch.float8_e4m3fnuz, 1 byte."""
     DTYPE_FLOAT8_E5M2FNUZ: _Dtype.ValueType  # 19
+    """As torch.float8_e5m2fnuz, 1 byte."""
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
     """Element type of a parameter, gradient or buffer. Little-endian, C order on the wire."""
@@ -107,10 +110,13 @@ DTYPE_UINT32: Dtype.ValueType  # 14
 DTYPE_UINT16: Dtype.ValueType  # 15
 """Unsigned, 2 bytes."""
 DTYPE_FLOAT8_E4M3FN: Dtype.ValueType  # 16
-"""The 8-bit formats of PyTorch's dtypes of the same names, 1 byte."""
+"""As torch.float8_e4m3fn, 1 byte."""
 DTYPE_FLOAT8_E5M2: Dtype.ValueType  # 17
+"""As torch.float8_e5m2, 1 byte."""
 DTYPE_FLOAT8_E4M3FNUZ: Dtype.ValueType  # 18
+"""As torch.float8_e4m3fnuz, 1 byte."""
 DTYPE_FLOAT8_E5M2FNUZ: Dtype.ValueType  # 19
+"""As torch.float8_e5m2fnuz, 1 byte."""
 global___Dtype = Dtype
 
 class _WireDtype:

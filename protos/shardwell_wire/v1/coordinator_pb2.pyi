@@ -1155,8 +1155,9 @@ class JoinResponse(google.protobuf.message.Message):
     token: builtins.str
     """The trainer's token. Rpcs in the trainer's name need it. Empty: the cluster has no key."""
     created_by: builtins.str
-    """The trainer that joined first, and its host. Empty: not known."""
+    """The trainer that joined first. Empty: not known."""
     created_on: builtins.str
+    """Host of that trainer. Empty: not known."""
     @property
     def waiting_for(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """While waiting: what the run waits for, one line each."""

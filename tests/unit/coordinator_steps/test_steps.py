@@ -271,6 +271,8 @@ async def test_positions_of_streams_are_stored_and_leased(cluster: Harness) -> N
     await cluster.restart()
     assert (await a.reset(3, 0)).data_position == "two 0"
     assert not (await cluster.join("c")).joined.state.data_positions
+
+
 async def test_tracked_state_at_the_end_of_an_iteration_replaces_that_of_its_commit(cluster: Harness) -> None:
     def state(step: int, at: str) -> coordinator_pb2.RunState:
         return coordinator_pb2.RunState(step=step, tracked_json={"scheduler": at})
