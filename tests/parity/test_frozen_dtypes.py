@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwell
 from shardwell import UsageError
@@ -141,3 +142,52 @@ def test_values_that_are_trained_or_gathered_in_8_bits_are_finite(
         pytest.raises(NonFiniteError, match=r"mask.*only a frozen parameter may have"),
     ):
         shardwell.fully_shard(model, session)
+
+
+class Coded(nn.Parameter):
+    """Codes with the state that decodes them, as the parameters of bitsandbytes."""
+
+    scale: torch.Tensor
+
+
+class CodedLayer(nn.Module):
+    def __init__(self, *, replaces: bool = False) -> None:
+        super().__init__()
+        self.weight, self.replaces = Coded(torch.arange(9, dtype=torch.uint8).view(3, 3), requires_grad=False), replaces
+        self.weight.scale, self.bias = torch.tensor(0.5), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert type(self.weight) is Coded
+        if self.replaces:
+            self.weight.data = self.weight.data.clone()
+        return x @ (self.weight * self.weight.scale) + self.bias
+
+
+def test_codes_keep_their_class_and_state() -> None:
+    plain = CodedLayer()
+    sharded = Sharded(CodedLayer(), wrap_whole)
+    weight = sharded.model.weight
+    assert isinstance(weight, Coded) and weight.scale == 0.5
+    for _ in range(2):
+        assert torch.equal(sharded.model(torch.eye(3)), plain(torch.eye(3)))
+        sharded.model(torch.eye(3)).sum().backward()
+        sharded.step()
+        plain.load_state_dict(sharded.state())
+
+
+def test_parameters_that_cannot_be_stored_may_be_ignored() -> None:
+    model = CodedLayer(replaces=True)
+    with torch.no_grad(), pytest.raises(UsageError, match=r"weight.*written in place.*ignored_params"):
+        Sharded(CodedLayer(replaces=True), wrap_whole).model(torch.eye(3))
+    expected = model(torch.eye(3))
+    ignoring = Sharded(
+        model, lambda model, session: shardwell.fully_shard(model, session, ignored_params=[model.weight])
+    )
+    assert torch.equal(ignoring.model(torch.eye(3)), expected)
+
+    model = CodedLayer()
+    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)), requires_grad=False)
+    model.weight.scale = torch.tensor(0.5)
+    with pytest.raises(UsageError, match=r"'CodedLayer-0.weight' is a TwoTensor.*ignored_params"):
+        Sharded(model, wrap_whole)
+    Sharded(model, lambda model, session: shardwell.fully_shard(model, session, ignored_params=[model.weight]))

@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.module.unit import Unit
@@ -133,6 +134,12 @@ def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_
             raise UsageError(
                 f"parameter {name!r} is an inference or sparse tensor: replace it by an ordinary parameter before "
                 "fully_shard"
+            )
+        if is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "placements"):
+            raise UsageError(
+                f"parameter {name!r} is a {type(parameter).__name__}, whose values are in several tensors: pass it to "
+                "fully_shard as one of ignored_params, which keeps it in this trainer",
+                parameter=name,
             )
         if parameter.requires_grad and str(parameter.dtype).removeprefix("torch.") not in PARAMETER_ITEM_SIZES:
             raise UsageError(

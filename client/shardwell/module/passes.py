@@ -471,9 +471,11 @@ class ForwardBackward:
 
 def raise_written(unit: Unit, name: str) -> None:
     """Raises UsageError because a parameter was written in place."""
+    frozen = unit.layout.parameters[unit.layout.index_by_name[name]].frozen
+    ignored = ", or pass this one as ignored_params, which keeps it in this trainer" if frozen else ""
     raise UsageError(
         f"parameter {name!r} of unit {unit.name!r} was written in place. The values are stored on the shard servers, "
-        "so the write is lost: change parameters before fully_shard",
+        f"so the write is lost: change parameters before fully_shard{ignored}",
         unit=unit.name,
         parameter=name,
     )
