@@ -40,6 +40,7 @@ VALUES: dict[str, dict[str, Any]] = {
             "volumeMounts": [{"name": "checkpoints", "mountPath": "/checkpoints"}],
         },
     },
+    "page": {"coordinator": {"dashboardPort": 8080}},
     "everything": {
         "imagePullSecrets": [{"name": "registry"}],
         "tls": {"certManager": {"enabled": True, "issuerRef": {"kind": "ClusterIssuer", "name": "own"}}},

@@ -21,7 +21,7 @@ from shardwell_server.coordinator.storage.durable_state import Storage
 from shardwell_server.coordinator.storage.table_store import TableStore
 from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
-from shardwell_server.serving.server_options import add_common_options, add_http_options, add_option, parse_size
+from shardwell_server.serving.server_options import add_common_options, add_option, parse_port, parse_size
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.server_folders import temporary_folder
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials
@@ -114,12 +114,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
     )
     add_common_options(parser, listen="127.0.0.1:50051")
-    add_http_options(
+    add_option(
         parser,
-        "dashboard",
-        "a browser reads http://HOST:PORT, a page about runs and servers, with the TLS and the tokens of the rpcs",
-        "no page is",
+        "--dashboard-port",
+        "port of a web page about runs and servers, with the TLS and the tokens of the rpcs; 0: a free port",
+        shown="none, no page is served",
+        type=parse_port,
+        metavar="PORT",
     )
+    add_option(parser, "--dashboard-host", "host of --dashboard-port to listen on", "127.0.0.1", metavar="HOST")
     parser.set_defaults(handler=_run)
 
 

@@ -131,23 +131,15 @@ def add_common_options(parser: argparse.ArgumentParser, *, listen: str) -> None:
     add_option(parser, "--log-level", "level of the log on standard error", "info", choices=levels)
     forms = ("text", "json")
     add_option(parser, "--log-format", "json: one object per line, with run, step and request", "text", choices=forms)
-    add_http_options(
-        parser, "metrics", f"Prometheus reads http://HOST:PORT{METRICS_PATH}, without TLS and token", "no metrics are"
+    add_option(
+        parser,
+        "--metrics-port",
+        f"port on which Prometheus reads http://HOST:PORT{METRICS_PATH}, without TLS and token; 0: a free port",
+        shown="none, no metrics are served",
+        type=parse_port,
+        metavar="PORT",
     )
-
-
-def add_http_options(parser: argparse.ArgumentParser, name: str, what: str, without: str) -> None:
-    """Adds the options of something that a server serves over HTTP.
-
-    Args:
-        parser: The parser of a server's command.
-        name: What is served, such as ``metrics``, whose options are ``--metrics-port`` and ``--metrics-host``.
-        what: Says what the port is for.
-        without: Says what is not served without the option.
-    """
-    text, shown = f"port on which {what}; 0: a free port", f"none, {without} served"
-    add_option(parser, f"--{name}-port", text, shown=shown, type=_parse_port, metavar="PORT")
-    add_option(parser, f"--{name}-host", f"host of --{name}-port to listen on", "127.0.0.1", metavar="HOST")
+    add_option(parser, "--metrics-host", "host of --metrics-port to listen on", "127.0.0.1", metavar="HOST")
 
 
 def _http_bind(arguments: argparse.Namespace, name: str) -> str:
@@ -176,7 +168,8 @@ def _parse_names(text: str) -> str:
     return ",".join(sorted(names))
 
 
-def _parse_port(text: str) -> int | None:
+def parse_port(text: str) -> int | None:
+    """Returns the port in a text; None if it is empty. For argparse."""
     if text and not (text.isdigit() and int(text) <= 65535):
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, got {text!r}")
     return int(text) if text else None

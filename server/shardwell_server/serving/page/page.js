@@ -334,7 +334,7 @@ function shards({ units: { error, units }, cluster }) {
     const key = `${unit}|${range.server_id}`;
     letters.set(key, new Set(letters.get(key)).add(letter));
   }
-  const cell = (unit, id) => [...(letters.get(`${unit}|${id}`) ?? "·")].sort().join(" ");
+  const cell = (unit, id) => [...(letters.get(`${unit}|${id}`) ?? "·")].join(" ");
   const matrix = units.map((each) => [each.unit, bytes(each.size_bytes), ...servers.map((id) => cell(each.unit, id))]);
   return section("Shards", table("Servers", ["Server", "State", "Memory in use", "Primaries", "Backups in sync"], rows),
     h("details", { "data-key": "units" }, h("summary", {}, `Where each of the ${units.length} units is`),
