@@ -168,7 +168,8 @@ class Trainer(transformers.Trainer):
             norm = float(optimizer.clip_grad_norm_(self.args.max_grad_norm)) if self.args.max_grad_norm > 0 else None
             optimizer.step()
         self._norm = norm if norm is not None and math.isfinite(norm) else None
-        return torch.tensor(step.means["loss"], device=self.args.device, dtype=torch.float32)
+        # A step that is repeated long after its commit has no means. The Trainer leaves NaN out of its averages.
+        return torch.tensor(step.means.get("loss", math.nan), device=self.args.device, dtype=torch.float32)
 
     def _compute(self, step: Step, model: Any) -> None:
         """Computes the work items of this trainer."""
