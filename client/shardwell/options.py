@@ -7,9 +7,12 @@ and what it excludes. ``docs/join-options.md`` and the arguments of ``join`` are
 from __future__ import annotations
 
 import math
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Self
 
 from shardwell.module.strategy import BackwardPrefetch
@@ -27,7 +30,7 @@ from shardwell_wire.security.tls import TlsOptions
 from shardwell_wire.v1 import coordinator_pb2
 
 DEFAULT_RUN = "default"
-"""Name of the run of scripts that name none."""
+"""Name of the run of a script that names none, on a private cluster."""
 ADAPTIVE = "adaptive"
 """Value of ``TransferOptions.gradient_reduction`` that chooses a route for each unit."""
 LATEST = "latest"
@@ -137,6 +140,8 @@ class TransferOptions(_Options):
 
     def __post_init__(self) -> None:
         parse_transports(self.transports)
+        for option in fields(self):
+            check_type(option, getattr(self, option.name))
         if not 1 <= self.chunk_bytes <= chunk_streams.MAX_CHUNK_BYTES:
             raise UsageError(f"chunk_bytes={self.chunk_bytes!r}: expected 1 to {chunk_streams.MAX_CHUNK_BYTES}")
         choices = {"gather_dtype": GATHER_NAMES, "push_dtype": PUSH_NAMES, "node_group": ("none", *BACKENDS)}
@@ -189,6 +194,7 @@ class WaitOptions(_Options):
 
     def __post_init__(self) -> None:
         for option in fields(self):
+            check_type(option, getattr(self, option.name))
             _require_positive(self, option.name)
 
 
@@ -202,7 +208,7 @@ class JoinConfig:
     address: str | None = None
     token_file: str | None = field(default=None, metadata=_ONLY_ARGUMENT)
     tls: TlsOptions | None = field(default=None, metadata=_ONLY_ARGUMENT)
-    run: str = DEFAULT_RUN
+    run: str = ""
     world: World = field(default_factory=World)
     seed: int = 0
     reduction_groups: tuple[int, ...] = field(
@@ -301,8 +307,7 @@ class JoinConfig:
 
     def _check_names(self) -> None:
         try:
-            check_name("run", self.run)
-            for what, value in (("trainer", self.trainer), ("host", self.host)):
+            for what, value in (("run", self.run), ("trainer", self.trainer), ("host", self.host)):
                 if value:
                     check_name(what, value)
         except InvalidRequestError as error:
@@ -341,6 +346,18 @@ class JoinConfig:
                 groups.
         """
         source = variables() if environment is None else environment
+        for option in fields(cls):
+            check_type(option, explicit.get(option.name))
+        for where, address in (
+            ("join(address='')", explicit.get("address")),
+            ("SHARDWELL_ADDRESS", source.get(_ADDRESS)),
+        ):
+            if address == "" and not explicit.get("address"):
+                raise UsageError(
+                    f"{where} is empty: name the coordinator's HOST:PORT, or leave it out to train on a private cluster"
+                )
+        if explicit.get("run") == "":
+            raise UsageError("run is '': name the run, or leave it out")
         values = read_environment(cls, source)
         if axes := read_environment(World, source):
             values["world"] = World(**axes)
@@ -354,6 +371,36 @@ class JoinConfig:
         return cls(**values)
 
 
+_TYPES: dict[str, tuple[type[Any] | tuple[type[Any], ...], str]] = {
+    "str": ((str, os.PathLike), "a text"),
+    "int": (Integral, "an integer"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "World": (World, "a World, such as shardwell.World(dp=2)"),
+    "Consistency": (Consistency, "shardwell.SYNCHRONOUS, shardwell.ASYNCHRONOUS or shardwell.BOUNDED_STALENESS(2)"),
+    "TlsOptions": (TlsOptions, "shardwell.TlsOptions(...)"),
+    "TransferOptions": (TransferOptions, "shardwell.TransferOptions(...)"),
+    "WaitOptions": (WaitOptions, "shardwell.WaitOptions(...)"),
+    "tuple[int, ...]": ((tuple, list), "a tuple of integers"),
+}
+
+
+def check_type(option: Field[Any], value: Any) -> None:
+    """Raises UsageError unless a value has the type of an option. None stands for an option that was not passed."""
+    kind = _type_of(option)
+    if value is None or kind not in _TYPES:
+        return
+    types, expected = _TYPES[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        example = ", such as 'localhost:50051'" if option.name == "address" else ""
+        raise UsageError(f"{option.name}={value!r}: expected {expected}{example}")
+
+
+def run_of_script(path: str | Path) -> str:
+    """Returns the name of a script's run, if none is named: the script's name without its suffix."""
+    return Path(path).stem
+
+
 def _require_positive(options: Any, name: str) -> None:
     value = getattr(options, name)
     if not 0 < value < math.inf:
@@ -361,6 +408,7 @@ def _require_positive(options: Any, name: str) -> None:
 
 
 _PREFIX = "SHARDWELL_"
+_ADDRESS = f"{_PREFIX}ADDRESS"
 
 
 def read_environment(options: type[Any], environment: Mapping[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from shardwell.options import LAUNCHER_VARIABLES
+from shardwell.options import DEFAULT_RUN, LAUNCHER_VARIABLES
 from shardwell.processes.local_cluster import write_key
 from shardwell.session.session import sessions_at
 from shardwell_server.in_process import InProcessServers
@@ -58,6 +58,7 @@ def in_process_cluster(num_shards: int = 1, *, dp: int = 1, memory_budget: int =
         try:
             variables = {
                 "ADDRESS": servers.address,
+                "RUN": DEFAULT_RUN,
                 "TOKEN_FILE": token_file,
                 "DP": str(dp),
                 "MIN_TRAINERS": "1",

@@ -191,6 +191,46 @@ def test_arguments_after_the_script_are_passed_to_it(launch: Launch, script: Pat
     assert done.stdout == "[trainer-0] ['--run', 'x', '--help']\n"
 
 
+def test_a_module_runs_and_a_missing_script_is_named(
+    launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        script,
+        "import os, sys; print(sys.argv[1:], os.environ['SHARDWELL_RUN'], sys.modules['__main__'].__spec__.name)",
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{script.parent}:{os.environ.get('PYTHONPATH', '')}")
+    done = launch(*NO_CLUSTER, "--num-trainers", "1", "-m", script.stem, "-m", "x")
+    assert done.stdout == f"[trainer-0] ['-m', 'x'] {script.stem} {script.stem}\n"
+    assert "to run a module, put -m before its name" in launch("nosuch").stderr
+    with pytest.raises(SystemExit):
+        main(["launch"])
+    assert "the following arguments are required: script\n" in capsys.readouterr().err
+
+
+def test_tensor_parallel_ranks_that_divide_nothing_are_one_warning(
+    launch: Launch, script: Path, tmp_path: Path
+) -> None:
+    source = write(script, TRAIN, joins=str(tmp_path / "joins"), steps=2, starts=0)
+    done = launch("--num-shards", "1", "--tp", "2", source)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("but no layer of the model is divided: the 2 tensor-parallel ranks") == 1
+
+
+def test_output_of_each_trainer_is_kept_in_its_log(launch: Launch, script: Path, tmp_path: Path) -> None:
+    source = "import os, sys; print(os.environ['SHARDWELL_TRAINER']); print('error', file=sys.stderr)"
+    done = launch(*NO_CLUSTER, "--log-dir", str(tmp_path / "logs"), write(script, source))
+    assert done.returncode == 0
+    for name in ("trainer-0", "trainer-1"):
+        lines = (tmp_path / "logs" / f"{name}.log").read_text().splitlines()
+        assert sorted(lines) == ["error", name]
+
+
+def test_a_single_trainer_can_be_debugged(script: Path) -> None:
+    command = [*SHARDWELL, "launch", *NO_CLUSTER, "--num-trainers", "1", write(script, "breakpoint(); print('after')")]
+    done = subprocess.run(command, input="p 6 * 7\nc\n", capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 and "(Pdb) 42" in done.stdout and "after" in done.stdout
+
+
 def test_highest_exit_code_is_returned(launch: Launch, script: Path) -> None:
     source = "import os, sys; sys.exit(7 * os.environ['SHARDWELL_TRAINER'].endswith('1'))"
     done = launch(*NO_CLUSTER, write(script, source))

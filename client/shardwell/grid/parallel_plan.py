@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,8 @@ from shardwell.module.units import Units
 from shardwell_wire.errors import StaleEpochError
 from shardwell_wire.model.names import MAX_PLAN_BYTES, MAX_PLAN_ROWS
 from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
 
 descriptions: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """The ``ModelDescription`` of each divided model, by the module that is the model, or a stage of it in this process.
@@ -29,6 +32,7 @@ class PlanReport:
     def __init__(self, membership: Membership, units: Units) -> None:
         self._membership, self._units = membership, units
         self._sent: coordinator_pb2.ParallelPlan | None = None
+        self._is_warned = False
 
     def send(self, step: int) -> bool:
         """Reports the plan, unless it was reported before, or the world needs none and there is none.
@@ -43,6 +47,15 @@ class PlanReport:
             RunMismatchError: Another trainer of the run has another plan. The message names what differs.
         """
         plan, world = self._plan(), self._membership.world
+        if world.tp > 1 and not plan.models and not self._is_warned and not self._units.place.tp_rank:
+            self._is_warned = True
+            if not any("@tp" in unit.name for unit in self._units):
+                logger.warning(
+                    "%s, but no layer of the model is divided: the %d tensor-parallel ranks compute the same. Divide "
+                    "it with shardwell.parallel.parallelize, or train with tp=1",
+                    world,
+                    world.tp,
+                )
         if plan == self._sent or not (plan.models or world.replica_size > 1):
             return True
         request = coordinator_pb2.DeclareParallelPlanRequest(

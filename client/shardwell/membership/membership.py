@@ -79,6 +79,7 @@ class Membership:
     Args:
         config: Options of the trainer.
         coordinator: The coordinator.
+        advise: Returns advice if the first calls do not reach the coordinator. Raises if waiting is pointless.
 
     Raises:
         RunMismatchError: The run exists with another world, seed or number of trainers.
@@ -86,7 +87,12 @@ class Membership:
         DeadlineError: Too few trainers joined in ``wait_limit_s``.
     """
 
-    def __init__(self, config: JoinConfig, coordinator: CoordinatorClient) -> None:
+    def __init__(
+        self,
+        config: JoinConfig,
+        coordinator: CoordinatorClient,
+        advise: Callable[[UnavailableError], str] = lambda error: "",
+    ) -> None:
         self._config, self._coordinator = config, coordinator
         self._token = MemberCredentials.of(coordinator.credentials)
         coordinator.credentials = self._token
@@ -113,7 +119,9 @@ class Membership:
         """The newest placement of the run's shards that the coordinator has told."""
         # Random ids of their own would cost more than the rest of a push's context.
         self._request_prefix, self._request_numbers = uuid.uuid4().hex, itertools.count()
+        self._has_joined, self._advise = False, advise
         joined = self._join()
+        self._has_joined = True
         self.identity = RunIdentity(config.run, joined.run_id)
         self.run = config.run
         self.world = World.from_proto(joined.config.world)
@@ -344,10 +352,14 @@ class Membership:
             try:
                 return call(retry_for_s=retry_for_s)
             except UnavailableError as error:
+                advice = "" if self._has_joined else self._advise(error)
                 if (left_s := until_s - time.monotonic()) <= 0:
                     raise
-                logger.warning("%s; retrying for %.0f s", error, left_s)
-            return call(retry_for_s=left_s)
+                logger.warning("%s; retrying for %.0f s%s", error, left_s, advice)
+            try:
+                return call(retry_for_s=left_s)
+            except UnavailableError as error:
+                raise UnavailableError(f"{error}{advice}", **error.data) from error
         except StaleEpochError:
             if rpc_name != "Join":
                 self.ask()  # the request may concern one work item only

@@ -13,8 +13,12 @@ from shardwell_wire.errors import UsageError
 
 
 def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the default settings of the groups from the ``locals()`` of a constructor, whose arguments they are."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+    """Returns the default settings of the groups from the ``locals()`` of a constructor, whose arguments they are.
+
+    ``foreach`` and ``fused`` are ignored: the servers choose the implementation.
+    """
+    ignored = ("self", "params", "__class__", "foreach", "fused")
+    return {name: value for name, value in arguments.items() if name not in ignored}
 
 
 class SGD(ShardedOptimizer):
@@ -32,6 +36,8 @@ class SGD(ShardedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise UsageError("SGD(nesterov=True): expected momentum > 0 and dampening = 0")
@@ -53,6 +59,8 @@ class Adam(ShardedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 
@@ -72,6 +80,8 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, **_settings(locals()))
 
@@ -92,6 +102,8 @@ class NAdam(ShardedOptimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 
@@ -111,6 +123,8 @@ class RAdam(ShardedOptimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 
@@ -129,6 +143,8 @@ class Adamax(ShardedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 
@@ -149,6 +165,8 @@ class RMSprop(ShardedOptimizer):
         centered: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 
@@ -168,6 +186,8 @@ class Adagrad(ShardedOptimizer):
         eps: float = 1e-10,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 
@@ -186,6 +206,8 @@ class Adadelta(ShardedOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(params, _settings(locals()))
 

@@ -144,9 +144,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="each trainer sees N GPUs of its own (CUDA_VISIBLE_DEVICES) with LOCAL_RANK=0 (default: it sees all, and "
         "LOCAL_RANK is its number)",
     )
-    parser.add_argument("--log-dir", metavar="DIR", help="folder for the private cluster's logs (default: temporary)")
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="folder for a log of each trainer, beside the output here, and for the private cluster's logs (default: "
+        "none of the trainers, those of the cluster are temporary)",
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="run a module, as python -m does: SCRIPT is its name"
+    )
     parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments, if it takes any")
+    rest.required = False  # otherwise the error about a missing script names it, too
+    parser.usage = "shardwell launch [OPTION...] [-m] SCRIPT [ARGUMENT...]"
     parser.set_defaults(handler=main)
 
 
@@ -155,7 +165,7 @@ def main(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments)
     try:
         with _stop_signals() as signals, _cluster(arguments) as cluster:
-            return _Launch(plan, cluster, signals).run()
+            return _Launch(plan, cluster, signals, arguments.log_dir).run()
     except _Stop as stop:
         return 128 + stop.signal_number
 
@@ -167,8 +177,10 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
         UsageError: The script does not exist, the address is invalid, the number of trainers does not fit the axes, or
             there are too few GPUs.
     """
-    if not Path(arguments.script).is_file():
-        raise UsageError(f"no such script: {arguments.script}")
+    if not arguments.module and not Path(arguments.script).is_file():
+        advice = "; to run a module, put -m before its name" if not arguments.script.endswith(".py") else ""
+        raise UsageError(f"no such script: {arguments.script}{advice}")
+    program = ("-m", arguments.script) if arguments.module else (arguments.script,)
     if arguments.coordinator:
         check_address(arguments.coordinator)
     dp, model_size = arguments.dp, arguments.cp * arguments.tp * arguments.pp
@@ -182,8 +194,8 @@ def make_plan(arguments: argparse.Namespace) -> LaunchPlan:
                 f"{model_size}, or set --dp"
             )
     return LaunchPlan(
-        command=(sys.executable, arguments.script, *arguments.arguments),
-        run=arguments.run or Path(arguments.script).stem,
+        command=(sys.executable, *program, *arguments.arguments),
+        run=arguments.run or (arguments.script.rpartition(".")[2] if arguments.module else Path(arguments.script).stem),
         num_trainers=arguments.num_trainers,
         world=World(dp=dp, tp=arguments.tp, pp=arguments.pp, cp=arguments.cp),
         max_restarts=arguments.restart,
@@ -320,8 +332,9 @@ def _stop_signals() -> Iterator[_Signals]:
 class _Launch:
     """Starts, watches and stops the trainers of one launch."""
 
-    def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals) -> None:
+    def __init__(self, plan: LaunchPlan, cluster: _Cluster, signals: _Signals, log_dir: str | None = None) -> None:
         self._plan, self._address, self._signals = plan, cluster.address, signals
+        self._log_dir = None if log_dir is None else Path(log_dir)
         # Trainers of a private cluster must not use the credentials of another one.
         hidden = (TOKEN_VARIABLE, *TLS_VARIABLES) if cluster.servers else ()
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -340,7 +353,9 @@ class _Launch:
             for index in range(self._plan.num_trainers):
                 name = f"trainer-{index}"
                 environment = self._plan.environment(name, self._address, self._environment, local_rank=index)
-                self._trainers.append(TrainerProcess(name, self._plan.command, environment))
+                log = None if self._log_dir is None else self._log_dir / f"{name}.log"
+                trainer = TrainerProcess(name, self._plan.command, environment, log=log, alone=plan.num_trainers == 1)
+                self._trainers.append(trainer)
             return self._watch()
         except _Stop as stop:
             self._stop(stop.signal_number)
@@ -421,28 +436,49 @@ class TrainerProcess:
         name: Name of the trainer in the run, and prefix of each line of its output.
         command: Program and arguments.
         environment: The complete environment.
+        log: File to which its output is appended, too.
+        alone: Whether it is the only trainer. It then reads the launcher's standard input, and its output need not wait
+            for the end of a line, as for a debugger.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        log: Path | None = None,
+        alone: bool = False,
+    ) -> None:
+        self.name, self._alone = name, alone
         self.starts = 0
+        self._log_path = log
         self._command, self._environment = list(command), dict(environment)
         self.start()
 
     def start(self) -> None:
         """Starts the trainer. Also restarts a trainer that has ended."""
         self.starts += 1
+        self._log: IO[bytes] | None = None
+        if self._log_path is not None:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = self._log_path.open("ab")
         self._process = subprocess.Popen(
             [sys.executable, "-I", trainer_start.__file__, str(os.getpid()), *self._command],
             env=self._environment,
-            stdin=subprocess.DEVNULL,
+            stdin=None if self._alone else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._relays = [
-            threading.Thread(target=_relay, args=(source, target, f"[{self.name}] ".encode()), daemon=True)
+            threading.Thread(
+                target=_relay,
+                args=(source, target, f"[{self.name}] ".encode()),
+                kwargs={"log": self._log, "by_line": not self._alone},
+                daemon=True,
+            )
             for source, target in ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer))
         ]
         for relay in self._relays:
@@ -475,6 +511,8 @@ class TrainerProcess:
         self._process.wait()
         for relay in self._relays:
             relay.join(timeout=2.0)
+        if self._log is not None and not any(relay.is_alive() for relay in self._relays):
+            self._log.close()
 
 
 def describe_exit(code: int) -> str:
@@ -487,22 +525,40 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _relay(source: IO[bytes], target: IO[bytes], prefix: bytes) -> None:
-    """Copies output line by line, so that lines of different trainers do not mix."""
-    rest = b""
+def _relay(
+    source: IO[bytes], target: IO[bytes], prefix: bytes, *, log: IO[bytes] | None = None, by_line: bool = True
+) -> None:
+    """Copies output line by line, so that lines of different trainers do not mix.
+
+    Args:
+        source: The output of a trainer.
+        target: Where it is shown.
+        prefix: What each line starts with there.
+        log: A file that gets the output without the prefix.
+        by_line: Whether to wait for the end of each line.
+    """
+    rest, start = b"", prefix
     with source:
         while data := os.read(source.fileno(), 65536):
             *lines, rest = _LINE_END.split(rest + data)
             try:
                 for line, end in zip(lines[::2], lines[1::2], strict=True):
-                    _write(target, prefix + line + end)
+                    _write(target, start + line + end)
+                    _write(log, line + end)
+                    start = prefix
+                if rest and not by_line:
+                    _write(target, start + rest)
+                    _write(log, rest)
+                    rest = start = b""
             except BrokenPipeError:
                 return
-    if rest:
-        _write(target, prefix + rest + b"\n")
+    if rest or not start:
+        _write(target, start + rest + b"\n")
+        _write(log, rest + b"\n")
 
 
-def _write(target: IO[bytes], data: bytes) -> None:
-    with _output_lock:
-        target.write(data)
-        target.flush()
+def _write(target: IO[bytes] | None, data: bytes) -> None:
+    if target is not None:
+        with _output_lock:
+            target.write(data)
+            target.flush()

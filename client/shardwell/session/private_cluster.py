@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwell.find_credentials import find_credentials
 from shardwell.options import JoinConfig, LauncherPlace, WaitOptions
 from shardwell.processes.local_cluster import LocalCluster
+from shardwell.session.joining import announce
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
 from shardwell_wire.security.credentials import Credentials
@@ -65,6 +66,7 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
     """
     place = config.launcher
     if place is None:
+        _check_alone(config)
         return _OwnCluster()
     if place.local_world_size != place.world_size:
         raise UsageError(
@@ -73,6 +75,18 @@ def open_private_cluster(config: JoinConfig) -> PrivateCluster:
         )
     launch = _find_launch(place, config.waits.wait_limit_s)
     return _SharedCluster(launch, config.waits) if place.rank == 0 else _JoinedCluster(launch, config.waits, place)
+
+
+def _check_alone(config: JoinConfig) -> None:
+    """Raises UsageError if the run needs more trainers than this process."""
+    world, count = config.world, config.min_trainers or config.world.size
+    if count > 1:
+        alone = "" if world.replica_size > 1 else ", or let this process play all ranks: join(min_trainers=1)"
+        raise UsageError(
+            f"a run with {world} waits for {count} trainers, but shardwell.join() has no address, and no other trainer "
+            "can join the private cluster of this process: start the script with `shardwell launch` or torchrun, or "
+            f"name a cluster with SHARDWELL_ADDRESS{alone}"
+        )
 
 
 class PrivateCluster:
@@ -96,10 +110,15 @@ class PrivateCluster:
 class _OwnCluster(PrivateCluster):
     """The cluster of this process."""
 
+    _users = "process"
+
     def __init__(self) -> None:
         self._cluster = LocalCluster(num_shards=1)
         self._cluster.start()
         super().__init__(self._cluster.address, self._cluster.credentials)
+        announce(
+            f"without an address, the private cluster at {self.address} serves this {self._users} only and ends with it"
+        )
 
     def close(self) -> None:
         self._cluster.stop()
@@ -107,6 +126,8 @@ class _OwnCluster(PrivateCluster):
 
 class _SharedCluster(_OwnCluster):
     """The cluster that rank 0 starts and stops. It stops after the other ranks have left."""
+
+    _users = "launch"
 
     def __init__(self, launch: _Launch, waits: WaitOptions) -> None:
         self._store, self._key, self._waits = launch.store, launch.key, waits

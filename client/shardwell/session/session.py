@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -25,6 +26,14 @@ from shardwell.memory.buffers import share_heaps
 from shardwell.module import guards, torch_patches
 from shardwell.monitor.report import PerformanceReport, make_report
 from shardwell.options import DEFAULT_RUN, JoinConfig, TransferOptions, WaitOptions
+from shardwell.session.joining import (
+    announce,
+    check_process,
+    check_reachable,
+    check_variables,
+    describe_join,
+    name_run,
+)
 from shardwell.session.memory_report import MemoryReport, measure
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.step.step_commit import StepCommitter
@@ -82,7 +91,8 @@ def join(
     Args:
         address: The coordinator's host:port, or those of all coordinators with commas. Default: start a private local
             cluster that ends with this process.
-        run: Name of the run. Default: ``default``.
+        run: Name of the run. A name that exists continues its run. Default: the name of the script without its suffix;
+            on a private cluster ``default``.
         world: The grid of logical ranks. Default: one rank.
         seed: Seed of the data order and of dropout. Default: 0.
         min_trainers: Trainers that must have joined before the first step. Default: one per logical rank. With fewer
@@ -145,7 +155,10 @@ def join(
         UnauthenticatedError: The cluster requires a token, and none or a wrong one was found.
         UsageError: An argument or variable has an invalid value.
     """
-    return Session(JoinConfig.from_env(dict(locals())))
+    given = dict(locals())
+    check_process()
+    check_variables()
+    return Session(JoinConfig.from_env(given))
 
 
 class Session:
@@ -168,6 +181,8 @@ class Session:
 
     def __init__(self, config: JoinConfig) -> None:
         share_heaps()
+        if not config.run:
+            config = replace(config, run=name_run() if config.address else DEFAULT_RUN)
         self.config = config
         self._cluster = None if config.address else open_private_cluster(config)
         address = config.address or (self._cluster.address if self._cluster else "")
@@ -181,7 +196,7 @@ class Session:
         if config.world.replica_size > 1:  # before anything that refers to a model
             self._collections.enter_context(short_collections())
         try:
-            self._membership = Membership(config, self.coordinator)
+            self._membership = Membership(config, self.coordinator, partial(check_reachable, address))
         except BaseException:
             self._collections.close()
             self._close_connections()
@@ -206,14 +221,7 @@ class Session:
         _open_sessions.add(self)
         atexit.register(self._leave_at_exit)
         self._log_ranks()
-        if self.run == DEFAULT_RUN and self.step:
-            logger.warning(
-                "this script continues run %r at step %d, with its weights and optimizer state. To train anew, name "
-                "another run, join(run=NAME), or delete this one (shardwell delete-run %s)",
-                self.run,
-                self.step,
-                self.run,
-            )
+        announce(describe_join(joined, self.run, self.world))
 
     def _start_training(self) -> None:
         """Starts a training without a model, at the run's step."""
@@ -233,6 +241,11 @@ class Session:
         torch_patches.unwatch(self.units.passes)
 
     # ---- this trainer ----
+
+    def __repr__(self) -> str:
+        ranks = [at.global_rank for at in self._ranks]
+        state = "closed" if self._closed else f"step={self.step}"
+        return f"Session(run={self.run!r}, trainer={self.trainer!r}, ranks={ranks}, {state}, world={self.world})"
 
     @property
     def trainer(self) -> str:

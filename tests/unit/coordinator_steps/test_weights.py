@@ -37,7 +37,9 @@ async def test_weights_are_described_at_one_version(tmp_path: Path) -> None:
             await running.settle()
         answer = await coming
         assert answer.version == 1
-        with pytest.raises(VersionGoneError, match="'r' is at version 2 and keeps no older ones: version 1 is no longer available") as error:
+        with pytest.raises(
+            VersionGoneError, match="'r' is at version 2 and keeps no older ones: version 1 is no longer available"
+        ) as error:
             await running.call("DescribeWeights", run="r", version=1)
         assert error.value.data["newest"] == "2"
         with pytest.raises(DeadlineError, match=r"waited 0.0 s for version 3 of run 'r'; the newest is 2"):
