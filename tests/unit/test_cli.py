@@ -78,7 +78,7 @@ def test_invalid_address_is_rejected_at_once(address: str, tmp_path: Path, capsy
     assert server_cli.main(["health", address]) == 1
     assert expected in capsys.readouterr().err
     with pytest.raises(shardwell.UsageError, match=re.escape(expected)):
-        shardwell.join(address)
+        shardwell.join(address, run="r")
     with pytest.raises(shardwell.UsageError, match=re.escape(expected)):
         plan(tmp_path, "--coordinator", address)
 

@@ -78,7 +78,7 @@ async def test_declaration_with_another_layout_is_rejected_by_its_first_differen
     ("spec", "error", "message"),
     [
         (unit(""), InvalidRequestError, "the unit has no name"),
-        (unit("v", (4,), dtype=common_pb2.DTYPE_UNSPECIFIED), InvalidRequestError, "has dtype"),
+        (unit("v", (4,), dtype=common_pb2.DTYPE_UNSPECIFIED), InvalidRequestError, "has dtype unspecified"),
         (unit("v", (1 << 50,)), InvalidRequestError, "more than the limit"),
         (
             common_pb2.UnitSpec(name="v", parameters=unit("u", (64, 64)).parameters),

@@ -40,6 +40,9 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def time(self) -> float:
+        return self.now
+
 
 class Counters:
     """Counters of a session that a test changes, and its clock."""

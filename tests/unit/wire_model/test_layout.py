@@ -66,7 +66,7 @@ def test_cuts_are_proportional_to_weights() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ((Parameter("a", (1,), "int64"),), "dtype int64"),
+        ((Parameter("a", (1,), "float8_e8m0fnu"),), "dtype float8_e8m0fnu"),
         ((Parameter("a", (1,), "float32"), Parameter("a", (1,), "float32")), "two parameters with the same name"),
         (
             (Parameter("a", (1,), "float32", aliases=("b",)), Parameter("b", (1,), "float32")),
