@@ -101,7 +101,7 @@ def check_fit(
             servers or split by tensor parallelism, or has another number of dims than its optimizer supports.
     """
     for parameter, group in zip(layout.parameters, groups, strict=True):
-        if group >= 0 and not parameter.is_trainable:
+        if group >= 0 and not parameter.is_trainable and not layout.holds_buffers:
             raise InvalidRequestError(
                 f"parameter {parameter.name!r} of unit {layout.unit!r} is {parameter.dtype}, which no optimizer "
                 "updates",

@@ -287,3 +287,18 @@ def delete(cluster: shardwell.LocalCluster, run: str) -> None:
 
 def test_reader_transports_are_those_of_trainers() -> None:
     assert pinned_version.TRANSPORT_NAMES == server_connection.TRANSPORT_NAMES
+
+
+def test_only_run_of_a_cluster_needs_no_name() -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        with pytest.raises(NotFoundError, match="the cluster has no run: start the training first"):
+            shardwell.attach(cluster.address)
+        with shardwell.join(cluster.address, run="one") as session:
+            shardwell.auto_wrap(nn.Linear(4, 4), session)
+            with shardwell.attach(cluster.address) as reader:
+                assert reader.run == "one"
+            with (
+                shardwell.join(cluster.address, run="two"),
+                pytest.raises(UsageError, match=r"has 2 runs: pass attach\(run=\), such as 'one', 'two'"),
+            ):
+                shardwell.attach(cluster.address)

@@ -50,7 +50,7 @@ def test_wait_for_other_trainers_is_logged(
 
 def test_unreachable_coordinator_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(shardwell.UnavailableError, match=r"127\.0\.0\.1:1"):
-        shardwell.join("127.0.0.1:1", waits=shardwell.WaitOptions(wait_limit_s=0.3, warn_after_s=0.1))
+        shardwell.join("127.0.0.1:1", run="r", waits=shardwell.WaitOptions(wait_limit_s=0.3, warn_after_s=0.1))
     assert "Connection refused; retrying for 0 s" in caplog.text
 
 

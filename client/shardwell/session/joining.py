@@ -12,15 +12,15 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 
 from torch.utils.data import get_worker_info
 
-from shardwell.options import JoinConfig, LauncherPlace, TransferOptions, WaitOptions, run_of_script, variable_of
+from shardwell.options import run_of_script
 from shardwell_wire.connection.channel import check_address
 from shardwell_wire.errors import UnavailableError, UsageError
+from shardwell_wire.host.variables import NAMES, PREFIX
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -31,15 +31,11 @@ _RESOLVE_S = 10.0
 _PROBE_S = 2.0
 _PAUSE_S = 0.5
 
-_OF_OTHERS = (
-    "ADVERTISE AUDIT_LOG CHECKPOINT_ROOT COORDINATOR DRAIN_S ENCRYPT ETCD_CA ETCD_CERT ETCD_KEY ETCD_LEASE_S FOLDER ID "
-    "INSECURE LEASE_S LISTEN LIVE_OUTPUT LOG_FORMAT LOG_LEVEL MEMORY_BUDGET METRICS_HOST METRICS_PORT MIN_SERVERS "
-    "MIN_SHARD_BYTES OWN_MEMORY_LIMIT PORT PROCESSES PYTHON RESTARTS RESTART_WAIT_S SERVERS_ON_HOST SERVER_PACKAGES "
-    "SHARDS SHARD_CPUS SHARD_MEMORY SHM_DIR SHM_SIZE SPOOL_DIR STATE STATE_DIR TEST_FAULTS THREADS TLS_CA TLS_CERT "
-    "TLS_KEY TLS_REQUIRE_CLIENT_CERT TLS_SERVER_NAME TOKEN TOKEN_FILE TRAINERS TRAIN_DIR TRAIN_PACKAGES "
-    "WITHOUT_TOKEN"
+_OF_DEPLOYMENTS = (
+    "CONFIG CONTEXT FOLDER LIVE_OUTPUT PORT PYTHON RESTARTS SERVER_PACKAGES SHARDS SHARD_CPUS "
+    "SHARD_MEMORY SHM_SIZE TEST_FAULTS TOKEN TRAINERS TRAIN_DIR TRAIN_PACKAGES"
 )
-"""Names without prefix of the variables that are no options of ``join``: of servers, credentials and deployments."""
+"""Names without prefix of the variables that cannot be in a configuration file: of deployments, tests and secrets."""
 
 
 def announce(text: str) -> None:
@@ -78,12 +74,10 @@ def check_process() -> None:
 
 def check_variables(environment: Mapping[str, str] | None = None) -> None:
     """Warns about ``SHARDWELL_*`` variables that nothing reads, such as one without the S of SHARDWELL_BACKUPS."""
-    kinds = (JoinConfig, TransferOptions, WaitOptions, World)
-    own = {name for kind in kinds for option in fields(kind) if (name := variable_of(option)) is not None}
-    own |= {name for option in fields(LauncherPlace) if option.name == "dp_rank" and (name := variable_of(option))}
-    known = own | {f"SHARDWELL_{name}" for name in _OF_OTHERS.split()}
+    own = {f"{PREFIX}{name.upper()}" for name in NAMES}
+    known = own | {f"{PREFIX}{name}" for name in _OF_DEPLOYMENTS.split()}
     for name in sorted(os.environ if environment is None else environment):
-        if name.startswith("SHARDWELL_") and name not in known:
+        if name.startswith(PREFIX) and name not in known:
             nearest = get_close_matches(name, sorted(own), 1, 0.0)
             logger.warning("nothing reads the variable %s: is %s meant?", name, nearest[0])
 

@@ -29,7 +29,7 @@ from shardwell.weights.pinned_version import (
 from shardwell.weights.weight_files import Rename, differences, listed
 from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
-from shardwell_wire.errors import ShardwellError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.tls import TlsOptions
@@ -252,7 +252,7 @@ def attach(
     Args:
         address: The coordinator's host:port, or those of all coordinators with commas. Default:
             ``SHARDWELL_ADDRESS``, else localhost:50051.
-        run: Name of the run. Default: ``SHARDWELL_RUN``, else ``default``.
+        run: Name of the run. Default: ``SHARDWELL_RUN``, else the only run of the cluster.
         token_file: File with the cluster's key or a token. Default: as in ``join``.
         tls: TLS of the connections to the cluster. Default: as in ``join``.
         timeout_s: Deadline of each read in seconds.
@@ -266,7 +266,7 @@ def attach(
         NotFoundError: The run does not exist.
         StepStateError: The run has no weights yet.
         UnavailableError: The coordinator cannot be reached.
-        UsageError: An argument is invalid.
+        UsageError: An argument is invalid, or the cluster has several runs and none is named.
     """
     if not timeout_s > 0:
         raise UsageError(f"attach(timeout_s={timeout_s!r}): expected more than 0")
@@ -279,7 +279,7 @@ def attach(
     try:
         return Reader(
             coordinator,
-            run or variables().get("SHARDWELL_RUN") or "default",
+            run or variables().get("SHARDWELL_RUN") or _only_run(coordinator, timeout_s),
             timeout_s,
             gather_dtype=gather_dtype,
             delta_cache_bytes=delta_cache_bytes,
@@ -288,6 +288,19 @@ def attach(
     except BaseException:
         coordinator.close()
         raise
+
+
+def _only_run(coordinator: CoordinatorClient, timeout_s: float) -> str:
+    """Returns the name of the only run of a cluster."""
+    answer = coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest(), timeout_s=timeout_s)
+    names = [summary.run for summary in answer.runs]
+    if not names:
+        raise NotFoundError("the cluster has no run: start the training first")
+    if len(names) > 1:
+        raise UsageError(
+            f"the cluster has {len(names)} runs: pass attach(run=), such as {listed([repr(name) for name in names])}"
+        )
+    return names[0]
 
 
 def _targets(
