@@ -293,7 +293,7 @@ def attach(
 def _only_run(coordinator: CoordinatorClient, timeout_s: float) -> str:
     """Returns the name of the only run of a cluster."""
     answer = coordinator.call("ListRuns", coordinator_pb2.ListRunsRequest(), timeout_s=timeout_s)
-    names = [summary.run for summary in answer.runs]
+    names: list[str] = [summary.run for summary in answer.runs]
     if not names:
         raise NotFoundError("the cluster has no run: start the training first")
     if len(names) > 1:
