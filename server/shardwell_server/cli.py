@@ -40,6 +40,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         description="The servers of Shardwell.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # a part of --config would be accepted, and the file not be read
     )
     add_config_options(parser)
     parser.add_argument("--version", action="version", version=f"shardwell-server {version('shardwell')}")

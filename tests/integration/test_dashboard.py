@@ -257,6 +257,8 @@ def test_cluster_without_key_needs_no_token_and_the_server_stops_cleanly() -> No
         address = json.loads(process.stdout.readline())["dashboard"]
         assert 'data-needs-token="false"' in get(address, "/")[1]
         assert api(address, "", "ListRuns") == {"runs": []}
+        for name, status in (("site.example:80", 403), ("localhost:1", 200), ("[::1]:8080", 200)):
+            assert get(address, "/api/ListRuns", Host=name)[0] == status, "a site may let its name lead here"
         port = address.rpartition(":")[2]
         with server_process("coordinator", "--listen", "127.0.0.1:0", "--dashboard-port", port) as second:
             output, errors = second.communicate(timeout=60)

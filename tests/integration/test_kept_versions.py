@@ -90,6 +90,8 @@ def test_published_version_stays_and_its_name_is_read(
         assert capsys.readouterr().out == (
             f"run '{training.run}': newest version {newest}\nkept: {kept}\neval: version {published}\n"
         )
+        assert main(["publish", training.run, "--remove", *command]) == 1
+        assert "name the version: shardwell publish RUN NAME" in capsys.readouterr().err
         assert main(["publish", training.run, "eval", "--remove", *command]) == 0
         training.resume()
         with pytest.raises(NotFoundError, match="has no version 'eval'"), reader.pin("eval"):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import uuid
 
+import pytest
+
 import shardwell
 from benchmarks.families import Case, Verdict, check, table
 from tests.support import gloo
@@ -29,6 +31,7 @@ def worker(rank: int, address: str, run: str) -> None:
     gloo.leave()
 
 
+@pytest.mark.long
 def test_families_are_right_or_refused(cluster: shardwell.LocalCluster) -> None:
     run_ranks(worker, cluster.address, uuid.uuid4().hex)
 

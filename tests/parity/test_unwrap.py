@@ -175,7 +175,7 @@ def test_unwrap_is_refused() -> None:
         fully_shard([model[0], model[1]], session)
 
     pair = Sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), wrap)
-    with pytest.raises(UsageError, match="also has the modules ShardedLinear, which are outside"):
+    with pytest.raises(UsageError, match="also has the modules Linear, which are outside"):
         unwrap(pair.model[0])
 
 

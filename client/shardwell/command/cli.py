@@ -82,6 +82,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Parameter service for PyTorch training: launch training scripts, inspect a cluster.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # a part of --config would be accepted, and the file not be read
     )
     add_config_options(parser)
     parser.add_argument("--version", action="version", version=f"shardwell {version('shardwell')}")

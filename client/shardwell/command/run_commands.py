@@ -28,7 +28,7 @@ from shardwell.tables import Listing, format_size
 from shardwell.transport.service_client import save_checkpoint
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
 from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
-from shardwell_wire.errors import NotFoundError
+from shardwell_wire.errors import NotFoundError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
 
 _POLL_S = 0.5
@@ -305,6 +305,8 @@ def _backups(arguments: argparse.Namespace) -> int:
 
 def _publish(arguments: argparse.Namespace) -> int:
     with calling(arguments) as call:
+        if arguments.name is None and (arguments.remove or arguments.version is not None):
+            raise UsageError("name the version: shardwell publish RUN NAME")
         if arguments.name is None:
             described = call("DescribeWeights", coordinator_pb2.DescribeWeightsRequest(run=arguments.run))
             print(f"run {arguments.run!r}: newest version {described.newest}")

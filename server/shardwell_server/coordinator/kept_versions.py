@@ -25,6 +25,8 @@ class KeptVersions:
         self._run, self._limit = run, limit
         self.names: dict[str, int] = {}
         """Published versions by name."""
+        self._since = 0
+        """No server has older versions than this one, except published ones."""
 
     def before(self, newest: int) -> list[int]:
         """Returns the versions that are kept while ``newest`` is the newest version, in order.
@@ -32,9 +34,17 @@ class KeptVersions:
         Published versions use the same memory: with each of them, one unpublished version less is kept.
         """
         named = {version for version in self.names.values() if version < newest}
-        others = [version for version in range(max(0, newest - self._limit), newest) if version not in named]
-        free = self._limit - len(named)
-        return sorted({*named, *others[len(others) - free :]}) if free > 0 else sorted(named)
+        return sorted({*named, *self._unnamed(named, newest)})
+
+    def _unnamed(self, named: set[int], newest: int) -> list[int]:
+        first = max(self._since, newest - self._limit)
+        others = [version for version in range(first, newest) if version not in named]
+        return others[-free:] if (free := self._limit - len(named)) > 0 else []
+
+    def _forget_gap(self, newest: int) -> None:
+        """Call before a name is removed or moved: the servers do not have the versions that its memory could keep."""
+        left = self._unnamed({version for version in self.names.values() if version < newest}, newest)
+        self._since = max(self._since, left[0] if left else newest)
 
     def check_kept(self, version: int, newest: int) -> None:
         """Raises VersionGoneError if a version is older than ``newest`` and is not kept."""
@@ -44,7 +54,7 @@ class KeptVersions:
         older = f", and it keeps {listed}" if kept else " and keeps no older ones"
         raise VersionGoneError(
             f"run {self._run!r} is at version {newest}{older}: version {version} is no longer available. "
-            "join(keep_versions=N) keeps more",
+            "A new run with join(keep_versions=N) keeps more",
             version=version,
             newest=newest,
             kept=listed,
@@ -54,27 +64,35 @@ class KeptVersions:
         """Names a version.
 
         Raises:
-            InvalidRequestError: The name is empty, too long or not printable.
+            InvalidRequestError: The name is empty, too long, not printable or a number, or the version does not exist.
             VersionGoneError: The version is not kept any more.
             CapacityError: All versions that the run keeps are published under other names.
         """
         if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
             raise InvalidRequestError(f"name={name!r}: expected 1 to {_MAX_NAME} printable characters")
+        if name.isdecimal():
+            raise InvalidRequestError(f"name={name!r}: expected a name that is not a number, which means a version")
+        if version > newest:
+            raise InvalidRequestError(f"run {self._run!r} is at version {newest}: version {version} does not exist yet")
         self.check_kept(version, newest)
         used = {published for other, published in self.names.items() if other != name} | {version}
         if len(used) > self._limit:
             names = ", ".join(sorted(repr(other) for other in self.names if other != name))
-            taken = f", and all are published: {names}. Remove one (shardwell publish --remove)" if names else ""
+            taken = f", and all are published: {names}" if names else ""
+            advice = "remove one (shardwell publish RUN NAME --remove), or " if names else ""
             raise CapacityError(
-                f"run {self._run!r} keeps {self._limit} older versions{taken}: create the run with "
-                f"join(keep_versions={len(used)}) to keep more",
+                f"run {self._run!r} keeps {self._limit} older versions{taken}: {advice}create a new run with "
+                f"join(keep_versions={len(used)})",
                 run=self._run,
             )
+        if name in self.names:
+            self._forget_gap(newest)
         self.names[name] = version
 
-    def remove(self, name: str) -> int:
+    def remove(self, name: str, newest: int) -> int:
         """Removes a name. Returns the version. Raises NotFoundError if no version has it."""
         self.find(name)
+        self._forget_gap(newest)
         return self.names.pop(name)
 
     def find(self, name: str) -> int:
@@ -84,15 +102,16 @@ class KeptVersions:
             raise NotFoundError(f"run {self._run!r} has no version {name!r}; published versions: {known}", name=name)
         return self.names[name]
 
-    def clear(self) -> list[str]:
-        """Removes all names, because the run was loaded from a checkpoint. Returns them."""
-        names, self.names = sorted(self.names), {}
-        return names
+    def start_anew(self, version: int) -> None:
+        """Forgets names and versions, because the run was loaded from a checkpoint at a version."""
+        self.names, self._since = {}, version
 
     def to_json(self) -> str:
-        """Returns the names as text, for ``restore``."""
-        return json.dumps(self.names)
+        """Returns the durable state as text, for ``restore``."""
+        return json.dumps({"names": self.names, "since": self._since})
 
     def restore(self, text: str) -> None:
-        """Restores the names after a coordinator restart."""
-        self.names = json.loads(text) if text else {}
+        """Restores what ``to_json`` returned, after a coordinator restart. Empty: a run of an older release."""
+        if text:
+            stored = json.loads(text)
+            self.names, self._since = stored["names"], stored["since"]

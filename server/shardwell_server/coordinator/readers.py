@@ -13,9 +13,14 @@ _MAX_READERS = 1000
 _MAX_TEXT = 200
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Seen:
-    report: coordinator_pb2.ReaderReport
+    """What a reader has reported. Not the message, which would keep the memory of its whole request."""
+
+    name: str
+    host: str
+    version: int | None
+    received_bytes: int
     at_s: float
 
 
@@ -34,7 +39,8 @@ class Readers:
         self._by_id.pop(report.reader_id, None)
         if report.leaving or not report.reader_id:
             return
-        self._by_id[report.reader_id] = _Seen(report, now)
+        version = report.version if report.HasField("version") else None
+        self._by_id[report.reader_id] = _Seen(report.name, report.host, version, report.received_bytes, now)
         if len(self._by_id) > _MAX_READERS:
             del self._by_id[next(iter(self._by_id))]
 
@@ -43,11 +49,11 @@ class Readers:
         self._by_id = {name: seen for name, seen in self._by_id.items() if now - seen.at_s < FORGET_AFTER_S}
         summaries = [
             coordinator_pb2.ReaderSummary(
-                name=seen.report.name,
-                host=seen.report.host,
-                version=seen.report.version if seen.report.HasField("version") else None,
-                lag=max(0, newest - seen.report.version) if seen.report.HasField("version") else None,
-                received_bytes=seen.report.received_bytes,
+                name=seen.name,
+                host=seen.host,
+                version=seen.version,
+                lag=None if seen.version is None else max(0, newest - seen.version),
+                received_bytes=seen.received_bytes,
                 silent_s=now - seen.at_s,
             )
             for seen in self._by_id.values()

@@ -8,6 +8,7 @@ A change that must be durable before a trainer or server can observe it calls ``
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -126,6 +127,8 @@ class Run:
         is_next = state is not None and ended.step == state.step == self.committed_step - 1
         if state is None or not is_next or state.iteration_ended or self.asynchronous or self.checkpoints.restore:
             return False
+        # A copy: a checkpoint may be writing the former state in a thread.
+        state = self.commits.state = copy.deepcopy(state)
         state.iteration_ended = True
         state.ClearField("tracked_json")
         state.tracked_json.update(ended.tracked_json)
@@ -305,9 +308,9 @@ class Run:
         """
         assert self.checkpoints.restore is not None
         self.units.load(units)
-        self.kept_versions.clear()
         self.relocations.forget_plans()
         self.commits.load(records, state)
+        self.kept_versions.start_anew(self.committed_step)
         self.relocations.raise_count()
         if self.started:
             self.work.begin({})

@@ -9,6 +9,7 @@ Nothing can be changed through this port: only ``RPCS`` are there.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
@@ -146,6 +147,7 @@ class PageRpcs:
     def _admit(self, refusals: limits.Unproven, path: str, peer: str, request: Request) -> None:
         CALLER.set(None)  # otherwise a refusal would be recorded with the caller of an earlier request
         if self.admit is None:
+            _check_name(request.url.hostname or "")
             return
         try:
             self.admit(path, token_in(request.headers.items()))
@@ -154,6 +156,25 @@ class PageRpcs:
             if isinstance(error, UnauthenticatedError):
                 raise UnauthenticatedError(f"{error}: {_TOKEN_ADVICE}", **error.data) from error
             raise
+
+
+def _check_name(name: str) -> None:
+    """Checks the host in the URL of a request without a token.
+
+    A foreign site can let its own name lead to this server, and its scripts would then read the answers in a browser.
+
+    Raises:
+        AccessError: The name is neither an IP address nor one of this host.
+    """
+    if name in ("localhost", socket.gethostname()):
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        raise AccessError(
+            f"without a key, the page is not served under the name {name!r}: open it by this host's IP address or "
+            "name, or give the coordinator a key (--token-file)"
+        ) from None
 
 
 def _peer_of(client: tuple[str, int]) -> str:

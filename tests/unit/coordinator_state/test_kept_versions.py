@@ -12,7 +12,7 @@ from shardwell_wire.errors import CapacityError, InvalidRequestError, NotFoundEr
 
 def kept(limit: int, **names: int) -> KeptVersions:
     found = KeptVersions("r", limit)
-    found.restore(json.dumps(names))
+    found.restore(json.dumps({"names": names, "since": 0}))
     return found
 
 
@@ -41,8 +41,39 @@ def test_published_version_stays_kept_from_the_next_update_on() -> None:
     oldest = versions.before(20)[0]
     versions.publish("a", oldest, 20)
     assert all(oldest in versions.before(newest) for newest in range(20, 60))
-    assert versions.remove("a") == oldest
-    assert versions.before(60) == [57, 58, 59]
+    assert versions.remove("a", 60) == oldest
+    assert versions.before(60) == [58, 59], "the servers have dropped version 57"
+    assert versions.before(61) == [58, 59, 60]
+
+
+def test_version_that_no_server_has_is_not_listed_when_a_name_moves() -> None:
+    versions = kept(3, best=4)
+    assert versions.before(10) == [4, 8, 9]
+    versions.publish("best", 10, 10)
+    assert versions.before(10) == [8, 9]
+    assert versions.before(12) == [9, 10, 11]
+    restored = KeptVersions("r", 3)
+    restored.restore(versions.to_json())
+    assert restored.before(10) == [8, 9]
+
+
+def test_names_that_use_all_memory_leave_no_other_version() -> None:
+    versions = kept(2, a=3, b=5)
+    versions.remove("a", 9)
+    assert (versions.before(9), versions.before(10)) == ([5], [5, 9])
+
+
+def test_run_that_was_loaded_has_no_older_versions() -> None:
+    versions = kept(3, a=98)
+    versions.start_anew(100)
+    assert (versions.names, versions.before(100), versions.before(102)) == ({}, [], [100, 101])
+    with pytest.raises(VersionGoneError, match="at version 100 and keeps no older ones"):
+        versions.publish("a", 98, 100)
+
+
+def test_version_that_does_not_exist_yet_is_not_published() -> None:
+    with pytest.raises(InvalidRequestError, match="is at version 10: version 12 does not exist yet"):
+        kept(3).publish("a", 12, 10)
 
 
 def test_version_that_is_gone_is_not_published() -> None:
@@ -53,23 +84,25 @@ def test_version_that_is_gone_is_not_published() -> None:
 
 def test_no_more_versions_are_published_than_are_kept() -> None:
     versions = kept(2, a=3, b=5)
-    with pytest.raises(CapacityError, match=r"keeps 2 older versions, and all are published: 'a', 'b'"):
+    with pytest.raises(CapacityError, match=r"keeps 2 older versions, and all are published: 'a', 'b': remove one"):
         versions.publish("c", 9, 9)
     versions.publish("c", 5, 9)  # the same version under another name takes no memory
-    versions.remove("b")
-    versions.remove("c")
+    versions.remove("b", 9)
+    versions.remove("c", 9)
     versions.publish("c", 9, 9)
     assert versions.names == {"a": 3, "c": 9}
 
 
 def test_run_that_keeps_nothing_publishes_nothing() -> None:
-    with pytest.raises(CapacityError, match=r"keeps 0 older versions: create the run with join\(keep_versions=1\)"):
+    with pytest.raises(CapacityError, match=r"keeps 0 older versions: create a new run with join\(keep_versions=1\)"):
         kept(0).publish("a", 9, 9)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb"])
+@pytest.mark.parametrize("name", ["", "x" * 201, "a\nb", "1200"])
 def test_unusable_names_are_refused(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="expected 1 to 200 printable characters"):
+    with pytest.raises(
+        InvalidRequestError, match=r"expected (1 to 200 printable characters|a name that is not a number)"
+    ):
         kept(2).publish(name, 9, 9)
 
 

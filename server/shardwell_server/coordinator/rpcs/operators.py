@@ -263,7 +263,7 @@ class InspectionRpcs(CoordinatorRpcs):
         run = self._state.require_run(request.run)
         run.checkpoints.check_loaded(run.name)
         if request.remove:
-            version = run.kept_versions.remove(request.name)
+            version = run.kept_versions.remove(request.name, run.committed_step)
         else:
             version = request.version if request.HasField("version") else run.committed_step
             run.kept_versions.publish(request.name, version, run.committed_step)

@@ -244,13 +244,13 @@ class Memory:
         set_aside = max(self._largest_bytes(), self.unreserved.used_bytes)
         total = need + max(0, shard_bytes - set_aside)
         if total > self.free_bytes:
+            older = f", and {held_versions} older versions" if held_versions else ""
             what, less = (
-                (f"{shard_bytes} of buffers, and as many for their next values", "use smaller buffers")
+                (f"{shard_bytes} of buffers, and as many for their next values{older}", "use smaller buffers")
                 if holds_buffers
                 else (
-                    f"{shard_bytes} of parameters, with optimizer state and {max_contributions} gradients"
-                    + (f", and {held_versions} older versions" if held_versions else ""),
-                    "use fewer data ranks",
+                    f"{shard_bytes} of parameters, with optimizer state and {max_contributions} gradients{older}",
+                    "keep fewer versions (keep_versions) or use fewer data ranks" if older else "use fewer data ranks",
                 )
             )
             raise CapacityError(

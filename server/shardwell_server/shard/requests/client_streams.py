@@ -327,8 +327,9 @@ def _compute_check_finite(shard: UnitShard, parts: _Parts, frozen: Collection[in
             continue
         if not bool(torch.isfinite(view).all()):
             raise NonFiniteError(
-                f"the initial value of parameter {parameter.name!r} has NaN or infinity, which only a frozen parameter "
-                "may have (requires_grad=False when it is sharded), and not in fp32 with a gather_dtype of 8 bits",
+                f"the initial value of parameter {parameter.name!r} has NaN or infinity. Only a parameter that is "
+                "frozen when it is sharded (requires_grad=False) may have such values. A frozen float32 parameter may "
+                "not if gather_dtype has 8 bits",
                 parameter=parameter.name,
             )
 

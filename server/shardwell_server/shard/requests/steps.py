@@ -222,7 +222,8 @@ async def update(run: HostedRun, request: shard_pb2.UpdateRequest) -> shard_pb2.
 async def _update_alone(run: HostedRun, shard: UnitShard, asked: StepUpdate) -> None:
     await run.before_update(shard)
     async with shard.unchanging:
-        await shard.update(asked, hold=_is_read(run, shard, asked.step))
+        for_readers = asked.step not in _read_by_items(run, shard)
+        await shard.update(asked, hold=_is_read(run, shard, asked.step), for_readers=for_readers)
 
 
 def _may_change(run: HostedRun, shard: UnitShard, version: int) -> bool:

@@ -278,17 +278,17 @@ class UnitShard:
         self.optimizer_bytes = self.partitions.state_bytes + own_bytes
         self.memory.note_optimizer(self.spec.memory_key, self.optimizer_bytes)
 
-    async def update(self, update: StepUpdate, *, hold: bool = False) -> None:
+    async def update(self, update: StepUpdate, *, hold: bool = False, for_readers: bool = False) -> None:
         """Makes the next version from the version of the step and the mean gradient.
 
         After an error, the same call finishes the update. Until then, neither version can be read. If ``hold`` is True,
-        the version of the step stays readable, because readers or a work item may read it.
+        the version of the step stays readable: for a work item, or if there is memory ``for_readers``.
         """
         await self.prepare_update(update)
         self.encoded.supersede()
         self.reader_copies.supersede()
         changes = self.changes_values(update)
-        async with self.values.becoming(update.step + 1, changes=changes, hold=hold):
+        async with self.values.becoming(update.step + 1, changes=changes, hold=hold, for_readers=for_readers):
             await self.gradient.compute(partial(self.compute_update, update))
         if update.runs_on_trainers:
             self.partitions.settle()

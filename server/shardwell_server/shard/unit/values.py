@@ -7,6 +7,7 @@ asynchronous run those that work items still read, are held. Each data rank then
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.host.shared_memory import UPDATING
 from shardwell_wire.v1 import shard_pb2
+
+logger = logging.getLogger(__name__)
 
 
 class Values:
@@ -247,11 +250,13 @@ class Values:
         self._notify()
 
     @asynccontextmanager
-    async def becoming(self, version: int, *, changes: bool = True, hold: bool = False) -> AsyncIterator[None]:
+    async def becoming(
+        self, version: int, *, changes: bool = True, hold: bool = False, for_readers: bool = False
+    ) -> AsyncIterator[None]:
         """Lets the block change the values in place. When the block ends, they are the given version.
 
         If ``changes`` is False, the block leaves the values as they are. If ``hold`` is True, the version before stays
-        readable in ``held``.
+        readable in ``held``; with ``for_readers``, only if there is memory: training does not wait for readers.
 
         If the block raises, the values belong to neither version, and readers wait. The caller must repeat the block
         until it succeeds. If an error occurs before the block, nothing has changed.
@@ -262,7 +267,7 @@ class Values:
             before = self.current
             before.newest = False  # what is encoded from it from here on must not be kept for the next version
             try:
-                await self._move_readers(hold=hold)
+                await self._move_readers(hold=hold, for_readers=for_readers)
             except BaseException:
                 before.newest, self._updating = True, False
                 self._notify()
@@ -273,12 +278,19 @@ class Values:
         yield
         self.end_in_place(version, changes=changes)
 
-    async def _move_readers(self, *, hold: bool) -> None:
+    async def _move_readers(self, *, hold: bool, for_readers: bool) -> None:
         """Moves the readers of the current version to a held version or a snapshot, or revokes it without memory."""
         assert self.live is not None and self.current is not None and self.version is not None
         before, live, copy = self.current, self.live.buffer, None
+        memory = None
         if hold:
-            memory = self.held.allocate(self.live.size_bytes)
+            try:
+                memory = self.held.allocate(self.live.size_bytes)
+            except CapacityError as error:
+                if not for_readers:
+                    raise
+                logger.warning("%s: version %s is not kept for readers: %s", self._what, self.version, error)
+        if memory is not None:
             await self._memory.in_thread(lambda: memory.copy_(live))
             self.held.add(self._replace_current())
             return
