@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 
 from shardwell.membership.membership import START_AGAIN
-from shardwell.training.training import TrackedObjects, Training, is_complete
+from shardwell.training.training import TrackedObjects, Training, tracked_state
 from shardwell_wire.errors import ReplicaLostError, StepRestartedError
 from shardwell_wire.v1 import coordinator_pb2
 
@@ -60,7 +60,8 @@ class Iteration:
 
     def restart(self, joined: coordinator_pb2.JoinResponse) -> None:
         """Restores the tracked objects outside of an iteration, because the run is at another step."""
-        self._tracked.replace(joined.state.tracked_json, is_complete=is_complete(joined))
+        stored, is_complete = tracked_state(joined)
+        self._tracked.replace(stored, is_complete=is_complete)
 
     def resume(self) -> bool:
         """Restores the tracked objects after a void iteration.
@@ -70,7 +71,7 @@ class Iteration:
         """
         joined, start = self._joined, self._start
         if joined is not None:
-            self._tracked.replace(joined.state.tracked_json, is_complete=is_complete(joined))
+            self.restart(joined)
             return True
         assert start is not None
         self._tracked.restore(start)

@@ -79,7 +79,8 @@ class Training:
             init_seed=derive_seed(membership.seed, "parameters"),
         )
         self.plan_report = PlanReport(membership, units)
-        self.tracked = TrackedObjects(joined.state.tracked_json, is_complete=is_complete(joined))
+        stored, is_complete = tracked_state(joined)
+        self.tracked = TrackedObjects(stored, is_complete=is_complete)
         self.buffers = RunBuffers(lambda: units.named_modules, store.buffers, joined.state, units.place)
         self.monitor = StepMonitor(membership.trainer)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -301,9 +302,15 @@ class TrackedObjects:
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
-def is_complete(joined: coordinator_pb2.JoinResponse) -> bool:
-    """True if the stored tracked objects have their state at the end of the loop body of the last committed step."""
-    return joined.state.iteration_ended and joined.state.step + 1 == joined.committed_step
+def tracked_state(joined: coordinator_pb2.JoinResponse) -> tuple[Mapping[str, str], bool]:
+    """Returns the stored tracked objects, and whether this is their state at the end of the last step's loop body.
+
+    Otherwise it is the state at the call of ``optimizer.step()``.
+    """
+    state = joined.state
+    if state.ended_tracked_json and state.step + 1 == joined.committed_step:
+        return state.ended_tracked_json, True
+    return state.tracked_json, False
 
 
 def _param_groups(tracked: Any) -> list[dict[str, Any]] | None:

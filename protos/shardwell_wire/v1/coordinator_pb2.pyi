@@ -1024,19 +1024,31 @@ class RunState(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class EndedTrackedJsonEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     STEP_FIELD_NUMBER: builtins.int
     TRACKED_JSON_FIELD_NUMBER: builtins.int
     BUFFER_VERSIONS_FIELD_NUMBER: builtins.int
     BUFFER_SOURCE_FIELD_NUMBER: builtins.int
     OPTIMIZER_GENERATIONS_FIELD_NUMBER: builtins.int
     DATA_POSITIONS_FIELD_NUMBER: builtins.int
-    ITERATION_ENDED_FIELD_NUMBER: builtins.int
+    ENDED_TRACKED_JSON_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The committed step."""
-    iteration_ended: builtins.bool
-    """True: the tracked objects have the state at the end of the loop body of the committed step. The loop continues with the
-    next step. False: a trainer that joins repeats what follows optimizer.step() in the loop body.
-    """
     @property
     def tracked_json(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Tracked objects at the call of optimizer.step() in that step: JSON text by name."""
@@ -1061,6 +1073,12 @@ class RunState(google.protobuf.message.Message):
         WorkItem.data_position.
         """
 
+    @property
+    def ended_tracked_json(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Tracked objects at the end of the loop body of that step: JSON text by name. The loop then continues with the next step.
+        Empty: not reported yet, so a trainer that joins repeats what follows optimizer.step() in the loop body.
+        """
+
     def __init__(
         self,
         *,
@@ -1070,10 +1088,10 @@ class RunState(google.protobuf.message.Message):
         buffer_source: global___WorkItem | None = ...,
         optimizer_generations: collections.abc.Iterable[builtins.int] | None = ...,
         data_positions: collections.abc.Mapping[builtins.int, builtins.str] | None = ...,
-        iteration_ended: builtins.bool = ...,
+        ended_tracked_json: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["buffer_source", b"buffer_source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "data_positions", b"data_positions", "iteration_ended", b"iteration_ended", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffer_source", b"buffer_source", "buffer_versions", b"buffer_versions", "data_positions", b"data_positions", "ended_tracked_json", b"ended_tracked_json", "optimizer_generations", b"optimizer_generations", "step", b"step", "tracked_json", b"tracked_json"]) -> None: ...
 
 global___RunState = RunState
 
@@ -1352,7 +1370,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     @property
     def ended_iteration(self) -> global___RunState:
         """Tracked objects at the end of the last iteration of the loop: `step`, its last committed step, and `tracked_json`.
-        Replaces those of the commit. Other fields are ignored. Unset: no iteration has ended, or another trainer reports it.
+        Other fields are ignored. Unset: no iteration has ended, or another trainer reports it.
         """
 
     def __init__(

@@ -615,7 +615,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PublishVersion(self, request, context):
-        """Any client: names a version of a run, which stays readable until the name is removed.
+        """Trainers and operators: names a version of a run, which stays readable until the name is removed.
 
         OUT_OF_RANGE: the version is not readable any more. RESOURCE_EXHAUSTED: the run keeps no more versions.
         """

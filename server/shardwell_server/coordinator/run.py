@@ -125,13 +125,13 @@ class Run:
         """
         state = self.commits.state
         is_next = state is not None and ended.step == state.step == self.committed_step - 1
-        if state is None or not is_next or state.iteration_ended or self.asynchronous or self.checkpoints.restore:
+        if state is None or not is_next or self.asynchronous or self.checkpoints.restore:
+            return False
+        if state.ended_tracked_json or not ended.tracked_json:
             return False
         # A copy: a checkpoint may be writing the former state in a thread.
         state = self.commits.state = copy.deepcopy(state)
-        state.iteration_ended = True
-        state.ClearField("tracked_json")
-        state.tracked_json.update(ended.tracked_json)
+        state.ended_tracked_json.update(ended.tracked_json)
         return True
 
     def check_not_deleted(self) -> None:

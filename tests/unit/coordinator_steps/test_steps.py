@@ -273,7 +273,7 @@ async def test_positions_of_streams_are_stored_and_leased(cluster: Harness) -> N
     assert not (await cluster.join("c")).joined.state.data_positions
 
 
-async def test_tracked_state_at_the_end_of_an_iteration_replaces_that_of_its_commit(cluster: Harness) -> None:
+async def test_tracked_state_at_the_end_of_an_iteration_stands_beside_that_of_its_commit(cluster: Harness) -> None:
     def state(step: int, at: str) -> coordinator_pb2.RunState:
         return coordinator_pb2.RunState(step=step, tracked_json={"scheduler": at})
 
@@ -282,12 +282,15 @@ async def test_tracked_state_at_the_end_of_an_iteration_replaces_that_of_its_com
         await asyncio.gather(*(trainer.finish(step) for trainer in trainers))
         await asyncio.gather(*(trainer.commit(step, wait_s=5, state=state(step, "commit")) for trainer in trainers))
         stored = (await cluster.try_join()).state
-        assert (stored.tracked_json["scheduler"], stored.iteration_ended) == ("commit", False)
+        assert (stored.tracked_json, stored.ended_tracked_json) == ({"scheduler": "commit"}, {})
         await a.heartbeat(ended_iteration=state(step, f"end of {step}"))
         for late in (1 - step, step, step + 1):  # of another step, or repeated
             await b.heartbeat(ended_iteration=state(late, "late"))
         stored = (await cluster.try_join()).state
-        assert (stored.tracked_json["scheduler"], stored.iteration_ended) == (f"end of {step}", True)
+        assert (stored.tracked_json, stored.ended_tracked_json) == (
+            {"scheduler": "commit"},
+            {"scheduler": f"end of {step}"},
+        )
     await cluster.restart()
     assert (await cluster.try_join()).state == stored, "it is durable"
 

@@ -427,6 +427,7 @@ class StepRpcs(CoordinatorRpcs):
         if state is not None and state.buffer_versions:
             response.state.CopyFrom(state)
             response.state.ClearField("tracked_json")
+            response.state.ClearField("ended_tracked_json")
             response.state.ClearField("data_positions")
         return response
 

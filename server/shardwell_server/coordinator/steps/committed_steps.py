@@ -228,7 +228,8 @@ def next_run_state(
     state = coordinator_pb2.RunState()
     if before is not None:
         state.CopyFrom(before)
-    state.step, state.iteration_ended = step.number, False
+    state.step = step.number
+    state.ClearField("ended_tracked_json")
     if proposed is not None:
         state.ClearField("tracked_json")
         state.tracked_json.update(proposed.tracked_json)
