@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
+import random
+import sys
 
 import torch
 
@@ -21,6 +24,30 @@ def seed_generators(seed: int) -> None:
     else:
         # torch.manual_seed formats the call stack for each kind of device that is not in use, which takes longer.
         torch.default_generator.manual_seed(seed)
+
+
+def seed_batch(seed: int) -> None:
+    """Seeds all global generators from which making a batch may draw: torch's, Python's and NumPy's."""
+    seed_generators(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def batch_generators() -> bytes:
+    """Returns the states of these generators on the CPU."""
+    numpy = sys.modules.get("numpy")
+    legacy = None if numpy is None else numpy.random.get_state()
+    return pickle.dumps((torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy))
+
+
+def restore_batch_generators(states: bytes) -> None:
+    """Sets the states that ``batch_generators`` has returned in another process."""
+    of_torch, of_python, of_numpy = pickle.loads(states)
+    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+    random.setstate(of_python)
+    if of_numpy is not None and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(of_numpy)
 
 
 @functools.cache

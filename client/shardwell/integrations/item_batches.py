@@ -7,14 +7,12 @@ collate functions may draw random numbers.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy
 import torch
 
-from shardwell.seeds import derive_seed, seed_generators
+from shardwell.seeds import derive_seed, seed_batch
 
 
 class WorkItemBatches:
@@ -49,10 +47,7 @@ class WorkItemBatches:
             self._indices[epoch, dp_rank] = self._list_epoch(epoch, dp_rank)
         first = position * self._accumulation
         chosen = self._indices[epoch, dp_rank][first : first + self._accumulation]
-        seed = derive_seed(self._seed, step, dp_rank)
-        seed_generators(seed)
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
+        seed_batch(derive_seed(self._seed, step, dp_rank))
         return [self._collate(self._samples(indices)) for indices in chosen]
 
     def _samples(self, indices: list[int]) -> Any:

@@ -1,9 +1,10 @@
 """Worker processes that make batches ahead, on torch's DataLoader.
 
 Note: [Batches made ahead]
-    A batch is a function of (step, dp_rank) and of torch's generator, which is seeded from the two. A worker seeds the
-    generator likewise, and returns its state with the batch if making the batch has changed it: the model then draws
-    the same numbers as if the trainer had made the batch itself. So it does not matter who makes a batch, and when.
+    A batch is a function of (step, dp_rank) and of the generators of torch, Python and NumPy, which are seeded from the
+    two. A worker seeds them likewise, and returns their states with the batch if making the batch has changed them: the
+    model then draws the same numbers as if the trainer had made the batch itself. So it does not matter who makes a
+    batch, and when.
 
     Workers make the batches of the next steps for the ranks that the trainer plays now. Any other batch, such as that
     of a lost trainer's item or of an item that is computed again, is made by the trainer itself.
@@ -13,8 +14,6 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
-import random
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +21,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import shardwell_wire
-from shardwell.seeds import derive_seed
+from shardwell.seeds import batch_generators, derive_seed, restore_batch_generators, seed_batch
 from shardwell.training.batch_sources import BatchFunction, BatchOptions
 from shardwell_wire.errors import UnavailableError
 
@@ -34,25 +34,22 @@ _PREFETCH = 2
 """Batches that each worker makes ahead, if the script does not say."""
 
 Made = tuple[Any, bytes | None]
-"""What a worker has made, and the state of torch's generator afterwards. None: unchanged."""
+"""What a worker has made, and the states of its generators afterwards. None: unchanged."""
 
 
 def make_in_worker(make: Callable[[], Any], seed: int) -> Made:
-    """Calls a function in a worker process with seeded generators: torch's, Python's and NumPy's."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
-    before = torch.get_rng_state()
-    made, after = make(), torch.get_rng_state()
-    return made, None if torch.equal(before, after) else after.numpy().tobytes()
+    """Calls a function in a worker process with seeded generators."""
+    seed_batch(seed)
+    before = batch_generators()
+    made, after = make(), batch_generators()
+    return made, None if after == before else after
 
 
 def receive(made: Made) -> Any:
-    """Returns what a worker has made. This process's generator continues from the worker's."""
-    result, state = made
-    if state is not None:
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    """Returns what a worker has made. This process's generators continue from the worker's."""
+    result, states = made
+    if states is not None:
+        restore_batch_generators(states)
     return result
 
 
@@ -139,7 +136,12 @@ class _Remote(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> Made:
         commit, dp_rank = key
         step = commit // self._optimizer_steps
-        return make_in_worker(lambda: self._make_batch(step, dp_rank), derive_seed(self._seed, commit, dp_rank))
+        try:
+            return make_in_worker(lambda: self._make_batch(step, dp_rank), derive_seed(self._seed, commit, dp_rank))
+        except Exception:
+            # As a result, so that an error that torch raises in the trainer is one of receiving results.
+            where = f"in a worker process, in the batch of step {step} and data rank {dp_rank}"
+            return ExceptionWrapper(where=where), None  # type: ignore[no-untyped-call]
 
 
 class BatchWorkers:
@@ -176,7 +178,7 @@ class BatchWorkers:
         """The commits ``[first, next)`` are planned, asked for or made."""
 
     def make(self, number: int, commit: int, dp_rank: int) -> Any:
-        """Returns a batch, with torch's generator as it is after making it. The caller has seeded the generator.
+        """Returns a batch, with the generators as they are after making it. The caller has seeded them.
 
         Args:
             number: Iteration of the loop.
@@ -211,18 +213,20 @@ class BatchWorkers:
             yield key
 
     def _fetch(self, wanted: tuple[int, int]) -> None:
-        """Fetches one batch. An error counts only if the batch is wanted now."""
+        """Fetches one batch. An error of the source counts only if the batch is wanted now."""
         assert self._workers is not None
-        key = self._asked.popleft()
         try:
-            self._made[key] = fetch(self._workers)
-        except UnavailableError:
+            key, made = self._asked.popleft(), fetch(self._workers)
+        except BaseException:
+            self.close()  # torch may still yield the result, such as after a timeout, and it would get the next key
             raise
-        except Exception:
-            if key == wanted:
-                raise
+        if not isinstance(made[0], ExceptionWrapper):
+            self._made[key] = made
+        elif key == wanted:
+            made[0].reraise()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Ends the worker processes."""
         stop_workers(self._workers)
         self._workers = None
+        self._asked.clear()

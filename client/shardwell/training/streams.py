@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from shardwell.seeds import derive_seed, seed_generators
+from shardwell.seeds import derive_seed, seed_batch
 from shardwell.step.step_state import WorkItemState
 from shardwell.training.batch_sources import BatchOptions
 from shardwell.training.batch_workers import Made, fetch, make_in_worker, pin, receive, start_workers, stop_workers
@@ -175,7 +175,7 @@ class _RankBatches(IterableDataset[Any]):
         # The stream must not divide itself over workers: this one reads all samples of the data rank.
         torch.utils.data._utils.worker._worker_info = None
         seed = derive_seed(self._seed, self._number, self._dp_rank)
-        batches = self._stream.read(self._position, self._dp_rank, lambda: seed_generators(seed))
+        batches = self._stream.read(self._position, self._dp_rank, lambda: seed_batch(seed))
         while True:
             yield make_in_worker(partial(next, batches), seed)
             self._number += 1
@@ -219,11 +219,11 @@ class StreamReaders:
         self._count = 0
 
     def make(self, number: int, seed: int, item: WorkItemState, *, is_last: bool) -> Any:
-        """Returns the batch of a work item, with torch's generator as it is after making it.
+        """Returns the batch of a work item, with the generators as they are after making it.
 
         Args:
             number: Number of the iteration; in an asynchronous run, of the item.
-            seed: Seed of torch's generator, which the caller has set.
+            seed: Seed of the generators, which the caller has set.
             item: The item. Its position after the batch is set.
             is_last: Whether the next commit reads the next batch. Otherwise it reads the same once more.
 
@@ -241,12 +241,16 @@ class StreamReaders:
             )
         position = self._stream.start() if found is None else json.dumps(found)
         reader = self._reader(item.item.dp_rank, position, number, seed)
-        if reader.worker is not None:
-            batch, after = receive(fetch(reader.worker))
-        else:
-            assert reader.batches is not None
-            batch, after = next(reader.batches)
-            batch = pin(batch, self._options)
+        try:
+            if reader.worker is not None:
+                batch, after = receive(fetch(reader.worker))
+            else:
+                assert reader.batches is not None
+                batch, after = next(reader.batches)
+                batch = pin(batch, self._options)
+        except BaseException:
+            self._stop(item.item.dp_rank)  # it is no longer at this position: a generator ends with its error
+            raise
         reader.position, reader.number = after, number + 1
         if is_last:
             positions[self._options.name] = json.loads(after)
@@ -259,7 +263,7 @@ class StreamReaders:
         reader = self._readers.get(dp_rank)
         if reader is None or (reader.position, reader.number) != (position, number):
             self._stop(dp_rank)
-            batches = self._stream.read(position, dp_rank, lambda: seed_generators(seed))
+            batches = self._stream.read(position, dp_rank, lambda: seed_batch(seed))
             reader = self._readers[dp_rank] = _Reader(position, number, self._count, batches)
         elif reader.worker is None and self._num_workers:
             for idle in [rank for rank, other in self._readers.items() if self._count - other.used > 2 * self._dp]:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwell.monitor.step_times import StepPart
-from shardwell.seeds import derive_seed, seed_generators
+from shardwell.seeds import derive_seed, seed_batch
 from shardwell.step.step_commit import StepUpdate
 from shardwell.step.step_state import WorkItemState
 from shardwell.training.batch_sources import BatchFunction, BatchOptions, batch_function, is_stream, read_loader
@@ -113,10 +113,10 @@ class Step:
         A batch is yielded again if its gradients are lost together with a shard server. If this trainer loses its
         place in the run, it computes the rest of the batch without effect, then joins again and continues.
 
-        Before each batch, torch's generators are seeded as a function of (run seed, step, dp_rank). Dropout is
-        therefore the same on every trainer that computes the item. The loop ends when all trainers have finished the
-        step's work. It yields nothing on a spare that is not needed, and nothing in a step that only repeats the end of
-        an interrupted iteration, see ``Session.track``.
+        Before each batch, the generators of torch, Python and NumPy are seeded as a function of (run seed, step,
+        dp_rank). Random transforms and dropout are therefore the same on every trainer that computes the item. The loop
+        ends when all trainers have finished the step's work. It yields nothing on a spare that is not needed, and
+        nothing in a step that only repeats the end of an interrupted iteration, see ``Session.track``.
 
         Args:
             source: A function ``(step, dp_rank) -> batch``; a map-style dataset; a stream, such as an
@@ -213,7 +213,7 @@ class Step:
         step = work.state.number
         # The step of an asynchronous item is the version that it reads, which depends on timing. Its number does not.
         is_asynchronous, number = work.state.asynchronous, item.item.number
-        seed_generators(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
+        seed_batch(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
         try:
             batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
             work.items.agree_on_item(item, batch)
@@ -274,7 +274,7 @@ class BatchFeeds:
     def function(self, source: Any, options: BatchOptions, loop: LoopPosition) -> BatchFunction:
         """Returns the function (step, dp_rank) -> batch for the arguments of ``step.batches``.
 
-        It is called when torch's generators were seeded for the current work item.
+        It is called when the generators were seeded for the current work item.
         """
         if not (streams := is_stream(source, options)) and not options.num_workers:
             make_batch = batch_function(source, options, seed=self._seed, dp=self._dp)

@@ -329,9 +329,9 @@ def backoff(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) 
     Each pause is 0.5 to 1 times a bound that doubles up to ``longest_s``. The random factor keeps clients that failed
     together from retrying together.
     """
-    bound_s = first_s
+    bound_s, own = first_s, random.SystemRandom()  # trainers seed the global generator for each batch
     while True:
-        yield bound_s * random.uniform(0.5, 1.0)
+        yield bound_s * own.uniform(0.5, 1.0)
         bound_s = min(2 * bound_s, longest_s)
 
 

@@ -9,17 +9,22 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
+import numpy
 import psutil
 import pytest
 import torch
 
 import shardwell_wire
 from shardwell.seeds import derive_seed
+from shardwell.step.step_state import WorkItemState
 from shardwell.training import batch_workers
 from shardwell.training.batch_sources import BatchOptions
 from shardwell.training.batch_workers import BatchWorkers
+from shardwell.training.training_step import LoopPosition, Step
 from shardwell_wire.errors import UnavailableError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import wait_until
 
 
@@ -96,6 +101,18 @@ def test_worker_that_has_ended_is_named(requests: Requests) -> None:
             requests.is_made_ahead(commit, 0)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("DataLoader timed out after 1 seconds"), KeyboardInterrupt()])
+def test_result_that_was_not_received_is_not_taken_for_another_batch(
+    requests: Requests, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    requests.is_made_ahead(0, 0)
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(type(requests.pool._workers), "_get_data", Mock(side_effect=error))
+        requests.is_made_ahead(0, 1)
+    found = [requests.is_made_ahead(commit, rank) for commit in range(3) for rank in (0, 1)]
+    assert found == [False] + [True] * 5, "other workers were started"
+
+
 def start_and_end(folder: Path, start_method: str) -> None:
     options = BatchOptions(num_workers=2, multiprocessing_context=start_method)
     pool = BatchWorkers(make_batch, options, seed=0, optimizer_steps=1, dp_ranks=lambda: [0])
@@ -115,19 +132,23 @@ def test_workers_end_with_a_killed_trainer(tmp_path: Path, start_method: str) ->
     wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers have ended")
 
 
-def python_number(step: int, dp_rank: int) -> tuple[float, int]:
-    return random.random(), os.getpid()
+def python_numbers(step: int, dp_rank: int) -> tuple[float, float]:
+    return random.random(), numpy.random.random()
 
 
-def test_python_random_numbers_of_workers_depend_on_the_batch_only() -> None:
+def test_python_and_numpy_numbers_depend_on_the_batch_only() -> None:
     found = []
-    for workers in (1, 2):
-        pool = BatchWorkers(
-            python_number, BatchOptions(num_workers=workers), seed=0, optimizer_steps=1, dp_ranks=lambda: [0]
-        )
-        found.append([pool.make(step, step, 0)[0] for step in range(4)][1:])
+    for workers in (0, 1, 2):
+        options = BatchOptions(num_workers=workers)
+        pool = BatchWorkers(python_numbers, options, seed=0, optimizer_steps=1, dp_ranks=lambda: [0])
+        for number in range(4):
+            make = (lambda step, rank, pool=pool: pool.make(step, step, rank)) if workers else python_numbers
+            work = MagicMock(state=Mock(number=number, asynchronous=False))
+            item = WorkItemState(coordinator_pb2.WorkItem())
+            for batch in Step(LoopPosition(number, 1), work, Mock(), seed=0)._compute(item, make, 1):
+                found.append((*batch, *python_numbers(0, 0)))  # the model draws, too
         pool.close()
-    assert found[0] == found[1]
+    assert found[:4] == found[4:8] == found[8:] and len(set(found)) == 4
 
 
 @pytest.mark.parametrize(("handles_forks", "expected"), [(False, None), (True, "spawn")])

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +151,22 @@ def test_positions_that_do_not_fit_are_refused() -> None:
     odd.state_dict = lambda: {"x": b"y"}  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"Counter.state_dict\(\)\['x'\] is a bytes"):
         readers(odd, dp=1).make(0, 0, item(), is_last=True)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stream_is_read_again_after_an_error(tmp_path: Path, workers: int) -> None:
+    def collate(samples: list[int]) -> list[int]:
+        if samples == [5, 7] and not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise OSError("no such sample")
+        return samples
+
+    reader = StreamReaders(
+        Numbers(9), BatchOptions(batch_size=2, collate_fn=collate, num_workers=workers), seed=0, dp=2, optimizer_steps=1
+    )
+    first = item()
+    reader.make(0, 0, first, is_last=True)
+    with pytest.raises(OSError, match="no such sample"):
+        reader.make(1, 0, item(first.data_position), is_last=True)
+    assert reader.make(1, 0, item(first.data_position), is_last=True) == [5, 7]
+    reader.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from itertools import islice
 
 import pytest
@@ -68,5 +69,7 @@ def test_check_stops_the_retries(is_async: bool) -> None:
 
 
 def test_backoff_doubles_up_to_the_bound() -> None:
+    before = random.getstate()
     for pause_s, bound_s in zip(islice(backoff(0.1, 0.35), 4), (0.1, 0.2, 0.35, 0.35), strict=True):
         assert bound_s / 2 <= pause_s <= bound_s
+    assert random.getstate() == before, "the generator belongs to the script"
