@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardwell
 import shardwell.testing
 from shardwell.integrations import single_process
-from shardwell.integrations.lightning import ShardwellStrategy
+from shardwell.integrations.item_batches import WorkItemBatches
+from shardwell.integrations.lightning import ShardwellStrategy, _Shard
 from shardwell_wire.errors import UsageError
 
 pytestmark = [
@@ -203,6 +207,39 @@ def test_run_goes_on_in_another_trainer(tmp_path: Path) -> None:
     assert all(torch.equal(value, saved["state_dict"][name]) for name, value in best["state_dict"].items())
 
 
+class StepwiseRegression(Regression):
+    """Its learning rate falls at step 3."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters(), lr=0.08)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3], gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def rate(at: pl.Trainer) -> float:
+    return float(at.optimizers[0].param_groups[0]["lr"])
+
+
+def test_milestones_and_a_second_fit_continue_in_another_trainer() -> None:
+    """The rate falls after the restart, and a second fit() goes on where the first one has ended."""
+    with shardwell.testing.in_process_cluster():
+        for stop_after in (2, None):
+            with shardwell.join() as session:
+                module = StepwiseRegression(shardwell.optim.AdamW)
+                shardwell.auto_wrap(module.model, session)
+                at = trainer(ShardwellStrategy(session), Recorder(stop_after), max_epochs=1)
+                if stop_after is not None:
+                    with pytest.raises(StoppedError):
+                        fit(at, module, 24)
+                    assert rate(at) == 0.08
+                    continue
+                fit(at, module, 24)
+                assert (at.global_step, rate(at)) == (6, 0.04)
+                second = trainer(ShardwellStrategy(session), max_epochs=2)
+                fit(second, module, 24)
+                assert (second.global_step, session.step, rate(second)) == (12, 12, 0.04)
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with shardwell.testing.in_process_cluster(), shardwell.join() as session:
         module = sharded_module(session)
@@ -225,6 +262,79 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             trainer(ShardwellStrategy(session), accumulate_grad_batches=1).fit(module, loader)
         with pytest.raises(UsageError, match=r"expected one of shardwell\.optim"):
             trainer(ShardwellStrategy(session)).fit(Regression(torch.optim.SGD), loader)
+
+
+class Shuffled:
+    """A sampler that draws from a generator which torch does not seed."""
+
+    def __init__(self, shuffle: Callable[[list[int]], None]) -> None:
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Any:
+        order = list(range(12))
+        self.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 12
+
+
+def item_batches(shuffle: Callable[[list[int]], None]) -> WorkItemBatches:
+    loader = DataLoader(range(12), batch_size=2, sampler=Shuffled(shuffle))  # type: ignore[arg-type]
+    shards = [_Shard(loader.batch_sampler, 2, rank) for rank in range(2)]
+    return WorkItemBatches(loader, shards, 3, seed=0, sampler_seed=0)
+
+
+@pytest.mark.parametrize("shuffle", [random.shuffle, numpy.random.shuffle])
+def test_samplers_may_draw_from_python_and_numpy(shuffle: Callable[[list[int]], None]) -> None:
+    batches = item_batches(shuffle)
+    epochs = [[batches(step, rank) for rank in range(2)] for step in range(2)]
+    for ranks in epochs:
+        assert sorted(torch.cat([batch for each in ranks for batch in each]).tolist()) == list(range(12))
+    assert str(epochs[0]) != str(epochs[1])
+
+
+def test_order_that_cannot_be_repeated_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"BatchSampler or Shuffled lists another order .* set_epoch\(epoch\)"):
+        item_batches(random.Random(0).shuffle)(0, 0)
+
+
+class SkippingRegression(Regression):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return None
+
+
+def test_training_step_without_a_loss_is_refused() -> None:
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        module = SkippingRegression(shardwell.optim.AdamW)
+        shardwell.auto_wrap(module.model, session)
+        with pytest.raises(UsageError, match=r"SkippingRegression\.training_step returned no loss"):
+            fit(trainer(ShardwellStrategy(session)), module, 8)
+
+
+def test_teardown_ends_the_loop_and_restores_the_rank_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        rank, closed = rank_zero_only.rank, []
+        module, strategy = sharded_module(session), ShardwellStrategy(session)
+        at, teardown = trainer(strategy, max_epochs=1), strategy.teardown
+
+        def fail() -> Any:
+            try:
+                raise StoppedError
+                yield
+            finally:
+                closed.append(strategy._steps)
+
+        def tear_down() -> None:
+            strategy._steps = None if closed else fail()
+            strategy._set_duties(False)
+            teardown()
+
+        monkeypatch.setattr(strategy, "teardown", tear_down)
+        with pytest.raises(StoppedError):
+            fit(at, module, 8)
+        assert closed == [None]
+        assert rank_zero_only.rank == rank
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 import shardwell
 import shardwell.testing
 from shardwell.integrations import transformers as sharded
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import StepRestartedError, UsageError
 from tests.support.hugging_face import Tokens, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:a sharded module runs under torch.autocast")
@@ -279,6 +279,58 @@ def test_second_train_of_a_finished_trainer_trains_nothing(tmp_path: Path) -> No
         before = weights(trainer)
         trainer.train()
         assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+
+
+def test_second_trainer_of_a_process_continues_where_the_first_has_ended(tmp_path: Path) -> None:
+    with shardwell.testing.in_process_cluster():
+        with shardwell.join() as session:
+            sharded_trainer(session, tmp_path, max_steps=1, eval_strategy="no").train()
+        with shardwell.join() as session:
+            first = sharded_trainer(session, tmp_path, max_steps=3, eval_strategy="no")
+            first.train()
+            given = arguments(sharded.TrainingArguments, tmp_path, max_steps=5, eval_strategy="no")
+            second = sharded.Trainer(first.model, given, train_dataset=Tokens(22))
+            assert second.train().global_step == session.step == 5
+
+
+def test_trainer_without_the_state_of_the_run_ends_with_an_error(tmp_path: Path) -> None:
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        trainer = sharded_trainer(session, tmp_path, max_steps=3, eval_strategy="no")
+        trainer.train()
+        trainer.state.global_step = 1
+        trainer.args.max_steps = 5
+        with pytest.raises(StepRestartedError, match=r"run is at step 3, and the Trainer is at step 1, and .* again"):
+            trainer.train()
+
+
+def test_schedule_with_milestones_and_callbacks_of_one_class_continue(tmp_path: Path) -> None:
+    with shardwell.testing.in_process_cluster():
+        for max_steps in (2, 4):
+            with shardwell.join() as session:
+                model = tiny_llama()
+                shardwell.auto_wrap(model, session)
+                optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.08)
+                schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3], gamma=0.5)
+                stopping = [transformers.EarlyStoppingCallback(patience) for patience in (7, 9)]
+                given = arguments(
+                    sharded.TrainingArguments,
+                    tmp_path,
+                    max_steps=max_steps,
+                    eval_steps=2,
+                    metric_for_best_model="loss",
+                )
+                trainer = sharded.Trainer(
+                    model,
+                    given,
+                    train_dataset=Tokens(22),
+                    eval_dataset=Tokens(2),
+                    optimizers=(optimizer, schedule),
+                    callbacks=list(stopping),
+                )
+                trainer.train()
+                states = trainer._tracked.state_dict()["state"]["stateful_callbacks"]["EarlyStoppingCallback"]
+                assert [state["args"]["early_stopping_patience"] for state in states] == [7, 9]
+        assert optimizer.param_groups[0]["lr"] == 0.04
 
 
 class OwnLoaderTrainer(sharded.Trainer):

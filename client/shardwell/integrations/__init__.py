@@ -6,9 +6,12 @@ Nothing else imports this package, and each module imports its framework.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from shardwell.session.session import Session
 from shardwell_wire.errors import UsageError
@@ -64,3 +67,31 @@ def refuse_unknown_steps(session: Session) -> NoReturn:
         f"run {session.run!r} has {session.step} steps that this trainer's loop has not committed, so the state of its "
         "schedule and callbacks is unknown: start another run, shardwell.join(run=NAME)"
     )
+
+
+def encode_state(value: Any) -> Any:
+    """Returns a state that a run can store: tensors and dicts with other keys than strings as plain maps."""
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, dict) and (
+        isinstance(value, Counter)
+        or not all(isinstance(key, str) for key in value)
+        or value.keys() in ({"tensor", "dtype"}, {"items", "type"})
+    ):
+        items = [[key, encode_state(item)] for key, item in value.items()]
+        return {"items": items, "type": "Counter" if isinstance(value, Counter) else "dict"}
+    if isinstance(value, dict):
+        return {key: encode_state(item) for key, item in value.items()}
+    return [encode_state(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def decode_state(value: Any) -> Any:
+    """Returns the state that ``encode_state`` was called with. Tuples have become lists."""
+    if isinstance(value, dict):
+        if value.keys() == {"tensor", "dtype"}:
+            return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+        if value.keys() == {"items", "type"}:
+            items = {tuple(key) if isinstance(key, list) else key: decode_state(item) for key, item in value["items"]}
+            return Counter(items) if value["type"] == "Counter" else items
+        return {key: decode_state(item) for key, item in value.items()}
+    return [decode_state(item) for item in value] if isinstance(value, list) else value

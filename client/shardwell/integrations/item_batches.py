@@ -7,12 +7,15 @@ collate functions may draw random numbers.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from shardwell.seeds import derive_seed, seed_batch
+from shardwell_wire.errors import UsageError
 
 
 class WorkItemBatches:
@@ -28,7 +31,9 @@ class WorkItemBatches:
 
     def __init__(self, loader: Any, shards: Sequence[Any], accumulation: int, *, seed: int, sampler_seed: int) -> None:
         self._dataset, self._collate = loader.dataset, loader.collate_fn
+        self._batch_sampler: Any = loader.batch_sampler
         self._sampler: Any = getattr(loader.batch_sampler, "sampler", None)
+        self._is_checked = False
         self._shards, self._accumulation = shards, accumulation
         self._seed, self._sampler_seed = seed, sampler_seed
         self._indices: dict[tuple[int, int], list[list[int]]] = {}
@@ -44,7 +49,16 @@ class WorkItemBatches:
         epoch, position = divmod(step, self.steps_per_epoch)
         if (epoch, dp_rank) not in self._indices:
             self._indices = {key: value for key, value in self._indices.items() if key[0] == epoch}
-            self._indices[epoch, dp_rank] = self._list_epoch(epoch, dp_rank)
+            listed = self._list_epoch(epoch, dp_rank)
+            if not self._is_checked and listed != self._list_epoch(epoch, dp_rank):
+                names = " or ".join(type(each).__name__ for each in (self._batch_sampler, self._sampler) if each)
+                raise UsageError(
+                    f"{names} lists another order each time that it is iterated, so data ranks would get the same "
+                    "samples: let its order depend only on the number that its method set_epoch(epoch) gets, or on "
+                    "the generators of torch, random and numpy, which are seeded for each epoch"
+                )
+            self._is_checked = True
+            self._indices[epoch, dp_rank] = listed
         first = position * self._accumulation
         chosen = self._indices[epoch, dp_rank][first : first + self._accumulation]
         seed_batch(derive_seed(self._seed, step, dp_rank))
@@ -56,14 +70,20 @@ class WorkItemBatches:
         return [self._dataset[index] for index in indices]
 
     def _list_epoch(self, epoch: int, dp_rank: int) -> list[list[int]]:
-        for each in (self._dataset, self._sampler):
+        samplers = (self._batch_sampler, self._sampler)
+        for each in (self._dataset, *samplers):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-        before = torch.get_rng_state()
-        for generator in (torch.default_generator, getattr(self._sampler, "generator", None)):
-            if generator is not None:
-                generator.manual_seed(self._sampler_seed + epoch)
+        seed = self._sampler_seed + epoch
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        for generator in (torch.default_generator, *(getattr(each, "generator", None) for each in samplers)):
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
         try:
             return list(self._shards[dp_rank])
         finally:
-            torch.set_rng_state(before)
+            torch.set_rng_state(before[0])
+            random.setstate(before[1])
+            numpy.random.set_state(before[2])

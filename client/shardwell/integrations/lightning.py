@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 try:
@@ -28,7 +27,7 @@ except ImportError as error:
     raise ImportError(f"shardwell.integrations.lightning cannot import {error.name}: pip install lightning") from error
 
 from shardwell import optim
-from shardwell.integrations import check_session, refuse_resuming, refuse_unknown_steps
+from shardwell.integrations import check_session, decode_state, encode_state, refuse_resuming, refuse_unknown_steps
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.session.session import Session
@@ -60,7 +59,9 @@ class ShardwellStrategy(SingleDeviceStrategy):
         self._steps: Any = None
         self._num_steps = 0
         self._batches: WorkItemBatches | None = None
+        self._tracked: _TrackedLoops | None = None
         self._batch: Any = None
+        self._rank_before = rank_zero_only.rank
         self._set_duties(session.global_rank == 0)
 
     @property
@@ -71,6 +72,11 @@ class ShardwellStrategy(SingleDeviceStrategy):
     def _set_duties(self, plays_rank_0: bool) -> None:
         self._plays_rank_0 = plays_rank_0
         rank_zero_only.rank = 0 if plays_rank_0 else 1
+
+    def setup_environment(self) -> None:
+        """Makes functions with ``rank_zero_only`` run in the trainer of rank 0, until ``teardown``."""
+        self._set_duties(self._plays_rank_0)
+        super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
         """Makes the optimizer, and restores the state of the loops if the run has committed steps.
@@ -89,7 +95,7 @@ class ShardwellStrategy(SingleDeviceStrategy):
                 "shardwell.optim, or shardwell.ClientSide for an optimizer of your own"
             )
         self.precision_plugin.clip_gradients = self._clip_gradients
-        tracked = _TrackedLoops(trainer, self.optimizers[0])
+        tracked = self._tracked = _TrackedLoops(trainer, self.optimizers[0])
         self._session.track(lightning=tracked)
         if tracked.restored is not None:
             trainer._checkpoint_connector._loaded_checkpoint = tracked.restored
@@ -123,7 +129,14 @@ class ShardwellStrategy(SingleDeviceStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's ``training_step`` with the micro-batch that ``optimizer_step`` computes."""
-        return super().training_step(self._batch, *args, **kwargs)
+        output = super().training_step(self._batch, *args, **kwargs)
+        if output is None or (isinstance(output, dict) and output.get("loss") is None):
+            raise UsageError(
+                f"{type(self.lightning_module).__name__}.training_step returned no loss: all data ranks take part in "
+                "each step, so none can skip a batch. Return the loss; to skip a batch, return a loss of zero, such as "
+                "0 * loss"
+            )
+        return output
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> None:
         """Computes and commits a step of the run in the call for its last micro-batch."""
@@ -146,6 +159,8 @@ class ShardwellStrategy(SingleDeviceStrategy):
                     f"the run is at step {self._session.step}, and Lightning's loops are at {trainer.global_step}: "
                     "start this trainer again, such as by shardwell launch --restart 3"
                 )
+            assert self._tracked is not None
+            self._tracked.restored = None  # the loops are there
             for batches in step.batches(self._batches):
                 step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
             if step.global_ranks:
@@ -181,12 +196,15 @@ class ShardwellStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Ends the loop over the session's steps."""
-        if self._steps is not None:
-            if self.lightning_module.trainer.global_step >= self._num_steps:
-                next(self._steps, None)
-            self._steps.close()
-            self._steps = None
-        super().teardown()
+        steps, self._steps = self._steps, None
+        try:
+            if steps is not None and self.lightning_module.trainer.global_step >= self._num_steps:
+                next(steps, None)
+        finally:
+            if steps is not None:
+                steps.close()
+            rank_zero_only.rank = self._rank_before
+            super().teardown()
 
 
 class _EmptyBatches:
@@ -233,25 +251,28 @@ class _TrackedLoops:
 
     def __init__(self, trainer: Trainer, optimizer: Any) -> None:
         self._trainer, self.optimizer = trainer, optimizer
+        self._schedules = trainer.lr_scheduler_configs  # a second fit() makes others
         self.restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state before the batch in whose midst the step is committed. Lightning repeats the batch."""
+        if self.restored is not None:
+            return dict(encode_state(self.restored))
         trainer = self._trainer
         loops = trainer._checkpoint_connector._get_loops_state_dict()
         state = {
             "pytorch-lightning_version": lightning_version,
             "loops": {"fit_loop": loops["fit_loop"]},
             "callbacks": call._call_callbacks_state_dict(trainer),
-            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "lr_schedulers": [config.scheduler.state_dict() for config in self._schedules],
         }
         _forget_open(state["loops"])
-        encoded: dict[str, Any] = _encode(state)
+        encoded: dict[str, Any] = encode_state(state)
         return encoded
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a state for ``setup``."""
-        self.restored = _decode(state)
+        self.restored = decode_state(state)
 
 
 def _forget_open(loops: dict[str, Any]) -> None:
@@ -260,20 +281,3 @@ def _forget_open(loops: dict[str, Any]) -> None:
     steps = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     for counts in (batches["total"], batches["current"], steps["total"], steps["current"]):
         counts.update(dict.fromkeys(counts, counts["completed"]))
-
-
-def _encode(value: Any) -> Any:
-    """Returns a state with tensors as maps of plain numbers."""
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, dict):
-        return {str(key): _encode(item) for key, item in value.items()}
-    return [_encode(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"tensor", "dtype"}:
-            return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-        return {key: _decode(item) for key, item in value.items()}
-    return [_decode(item) for item in value] if isinstance(value, list) else value

@@ -31,12 +31,19 @@ except ImportError as error:
     ) from error
 
 from shardwell import optim
-from shardwell.integrations import check_session, refuse_resuming, refuse_unknown_steps, single_process
+from shardwell.integrations import (
+    check_session,
+    decode_state,
+    encode_state,
+    refuse_resuming,
+    refuse_unknown_steps,
+    single_process,
+)
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.session.session import Session, session_of
 from shardwell.training.training_step import Step
 from shardwell.weights.state_dict import full_state_dict
-from shardwell_wire.errors import StepStateError, UsageError
+from shardwell_wire.errors import StepRestartedError, StepStateError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +118,7 @@ class Trainer(transformers.Trainer):
         if resume_from_checkpoint:
             refuse_resuming("train(resume_from_checkpoint=...)", "train()")
         self.create_optimizer()
+        former = None
         while True:
             state = self._start_state()
             max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
@@ -134,7 +142,13 @@ class Trainer(transformers.Trainer):
                     next(self._steps, None)  # ends the loop
                 return output
             except _StepChangedError as moved:
-                logger.warning("the Trainer continues at another step: %s", moved)
+                if str(moved) == former:
+                    raise StepRestartedError(
+                        f"{moved}, and the run has no state from which the Trainer could continue: start this trainer "
+                        "again, such as by shardwell launch --restart 3"
+                    ) from moved
+                former = str(moved)
+                logger.warning("%s: it continues at that of the run", moved)
             finally:
                 self._steps.close()
 
@@ -162,7 +176,9 @@ class Trainer(transformers.Trainer):
         while optimizer.repeats:
             step: Any = next(self._steps, None)
             if step is None or step.number != self.state.global_step:
-                raise _StepChangedError(f"{self._session.step} instead of {self.state.global_step}")
+                raise _StepChangedError(
+                    f"the run is at step {self._session.step}, and the Trainer is at step {self.state.global_step}"
+                )
             self._tracked.restored = None
             self._compute(step, model)
             norm = float(optimizer.clip_grad_norm_(self.args.max_grad_norm)) if self.args.max_grad_norm > 0 else None
@@ -264,7 +280,7 @@ class Trainer(transformers.Trainer):
         """Makes the learning rate schedule, and restores its state."""
         schedule = super().create_scheduler(num_training_steps, optimizer)
         if self._tracked.applied is not None:
-            schedule.load_state_dict(self._tracked.applied["schedule"])
+            schedule.load_state_dict(decode_state(self._tracked.applied["schedule"]))
             for group, lr in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = lr
         return schedule
@@ -347,12 +363,16 @@ class _TrackedTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state before the learning rate is updated for the next step."""
+        if self.restored is not None:
+            return self.restored
         trainer, schedule = self._trainer, self._trainer.lr_scheduler
-        state = dataclasses.replace(trainer.state, log_history=[])
-        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(callback, transformers.trainer_callback.ExportableState):
-                state.stateful_callbacks[type(callback).__name__] = callback.state()
-        return {"state": dataclasses.asdict(state), "schedule": schedule.state_dict() if schedule else {}}
+        callbacks: list[Any] = [
+            each
+            for each in [*trainer.callback_handler.callbacks, trainer.control]
+            if isinstance(each, transformers.trainer_callback.ExportableState)
+        ]
+        state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=callbacks)
+        return {"state": dataclasses.asdict(state), "schedule": encode_state(schedule.state_dict()) if schedule else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a state for the next start of the Trainer's loop."""

@@ -247,6 +247,9 @@ class TrackedObjects:
     def track(self, objects: Mapping[str, Any]) -> None:
         """Adds objects by name, and restores those whose state the run has stored.
 
+        An object that replaces a tracked one gets the present state of this one, which the run has reached since the
+        trainer has joined.
+
         Raises:
             UsageError: An object has no ``state_dict`` and ``load_state_dict``, or its state is not
                 made of plain numbers, strings, lists and maps with string keys.
@@ -256,9 +259,13 @@ class TrackedObjects:
                 getattr(tracked, "load_state_dict", None)
             ):
                 raise UsageError(f"track({name}=...): {type(tracked).__name__} has no state_dict and load_state_dict")
+            former = self._objects.get(name)
+            reached = self._capture(name, former) if former is not None else None
             self._objects[name] = tracked
             self._capture(name, tracked)
-            if name in self._stored:
+            if name in self._stored and reached is not None:
+                self._restore(tracked, json.loads(reached))
+            elif name in self._stored:
                 self._restore(tracked, json.loads(self._stored[name]))
                 self.restored = not self._is_complete
 

@@ -379,6 +379,7 @@ class TrainingLoop:
                 else:
                     loop.require_end()
                     number += 1
+                    self._tracked.restored = False
                     if self._tracked and 0 in step.global_ranks and not state.asynchronous:
                         self._membership.report_iteration(state.number - 1, self._tracked.to_json())
                 if state.asynchronous:

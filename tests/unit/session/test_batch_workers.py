@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def requests() -> Iterator[Requests]:
     made = Requests()
     yield made
     made.pool.close()
-    assert psutil.Process().children() == []
+    assert multiprocessing.active_children() == []
 
 
 def test_batches_of_the_own_ranks_are_made_ahead(requests: Requests) -> None:
@@ -94,8 +93,8 @@ def test_seeds_of_several_optimizer_steps_follow_the_commits() -> None:
 
 def test_worker_that_has_ended_is_named(requests: Requests) -> None:
     requests.is_made_ahead(0, 0)
-    for child in psutil.Process().children():
-        child.send_signal(signal.SIGKILL)
+    for child in multiprocessing.active_children():
+        child.kill()
     with pytest.raises((UnavailableError, RuntimeError), match=r"worker .*\(pid.* \d+\)"):  # torch may notice it first
         for commit in range(1, 9):
             requests.is_made_ahead(commit, 0)

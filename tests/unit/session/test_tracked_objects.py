@@ -32,6 +32,22 @@ def test_tracked_scheduler_is_restored_with_its_learning_rate() -> None:
     assert restored_scheduler.last_epoch == 3
 
 
+def test_object_that_replaces_a_tracked_one_gets_its_present_state() -> None:
+    joined, _ = scheduler_and_optimizer()
+    first = TrackedObjects({})
+    first.track({"scheduler": joined})
+    tracked = TrackedObjects(first.to_json())
+    scheduler, optimizer = scheduler_and_optimizer()
+    tracked.track({"scheduler": scheduler})
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    second, second_optimizer = scheduler_and_optimizer()
+    tracked.track({"scheduler": second})
+    assert second.last_epoch == 3
+    assert second_optimizer.param_groups[0]["lr"] == 0.5
+
+
 class Stateful:
     def __init__(self, state: Any) -> None:
         self.state = state
