@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"Call fit\(\) without it"):
             trainer(ShardwellStrategy(session)).fit(module, loader, ckpt_path=path)
         module.automatic_optimization = False
-        with pytest.raises(UsageError, match=r"calls session\.steps"):
+        with pytest.raises(UsageError, match=r"write a training loop over session\.steps"):
             trainer(ShardwellStrategy(session), accumulate_grad_batches=1).fit(module, loader)
         with pytest.raises(UsageError, match=r"expected one of shardwell\.optim"):
             trainer(ShardwellStrategy(session)).fit(Regression(torch.optim.SGD), loader)

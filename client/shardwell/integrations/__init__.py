@@ -47,17 +47,25 @@ def single_process() -> Iterator[None]:
 
 
 def check_session(session: Session) -> None:
-    """Raises UsageError for a run with tensor or pipeline parallelism, of which no framework here knows."""
+    """Raises UsageError for a run with tensor or pipeline parallelism, or an asynchronous one."""
     if session.world.replica_size > 1:
-        raise UsageError(f"{session.world}: frameworks divide the data only, World(dp=N)")
+        raise UsageError(
+            f"the run has {session.world}, but this framework can only divide the data: use World(dp=N), or a training "
+            "loop over session.steps"
+        )
+    if session.consistency.asynchronous:
+        raise UsageError(
+            f"the run has consistency={session.consistency}, but this framework counts the steps of synchronous runs: "
+            "use SYNCHRONOUS, or a training loop over session.steps"
+        )
 
 
 def refuse_resuming(argument: str, call: str) -> NoReturn:
     """Raises UsageError for a framework's checkpoint, which does not have the state that is on the shard servers."""
     raise UsageError(
-        f"{argument}: the weights and the optimizer's state are on the shard servers. Call {call} without it: the run "
-        "continues at its committed step. To continue on another cluster, save checkpoints of Shardwell, "
-        "shardwell.join(checkpoint_dir=..., resume='latest')"
+        f"{argument} is refused: the weights and the optimizer's state are on the shard servers. Call {call} without "
+        "it, and the run continues at its committed step. To continue on another cluster, let the run save checkpoints "
+        "(shardwell.join(checkpoint_dir=...)), and join there with resume='latest'"
     )
 
 

@@ -88,7 +88,10 @@ class ShardwellStrategy(SingleDeviceStrategy):
         if trainer.state.fn != "fit":
             return
         if not self.lightning_module.automatic_optimization:
-            raise UsageError("automatic_optimization=False: a script with a loop of its own calls session.steps")
+            raise UsageError(
+                "the LightningModule has automatic_optimization=False, but this strategy steps the optimizer itself: "
+                "leave it True, or write a training loop over session.steps without Lightning"
+            )
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], optim.ShardedOptimizer):
             raise UsageError(
                 f"configure_optimizers returned {[type(each).__name__ for each in self.optimizers]}: expected one of "
@@ -276,7 +279,7 @@ class _TrackedLoops:
 
 
 def _forget_open(loops: dict[str, Any]) -> None:
-    """Makes the batch and the optimizer step in flight such that have not begun."""
+    """Resets the counts of the batch and the optimizer step in flight, so that Lightning repeats them."""
     batches = loops["fit_loop"]["epoch_loop.batch_progress"]
     steps = loops["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     for counts in (batches["total"], batches["current"], steps["total"], steps["current"]):
