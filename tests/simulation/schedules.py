@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwell_server.coordinator.storage.records import CommitRecord
 from shardwell_wire import fault_points
+from shardwell_wire.connection import channel
 from shardwell_wire.errors import ShardwellError, UnavailableError
 from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS
 from tests.simulation import environment
@@ -117,7 +118,7 @@ class Simulation:
 
     def run(self) -> Outcome:
         """Runs the schedule."""
-        random.seed(self.seed)  # pauses between retries
+        channel.PAUSES.seed(self.seed)
         environment.enter(self.environment)
         try:
             with ExitStack() as stack:

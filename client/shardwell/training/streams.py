@@ -124,7 +124,9 @@ class Stream:
             if state is None and samples:
                 logger.info("%d samples of data rank %d are read again, to continue after them", samples, dp_rank)
                 deque(islice(iterator, samples), maxlen=0)
-            if at is not None:
+            if at is not None and (
+                samples or not epoch
+            ):  # at a later epoch's start, the stream begins as without a move
                 when_found()
             batch: list[Any] = []
             for sample in iterator:
@@ -139,7 +141,8 @@ class Stream:
             if batch and not self._options.drop_last:
                 num_batches += 1
                 assert collate is not None
-                yield collate(batch), self._position(epoch, samples, stream)
+                # The stream has ended, and its state may be that of its beginning.
+                yield collate(batch), self._position(epoch + 1, 0, None)
             if not num_batches and (at is None or not at["samples"]):
                 raise UsageError(
                     f"the stream of data rank {dp_rank} ended after {samples} samples without a batch of {size or 1}: "

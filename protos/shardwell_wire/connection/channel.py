@@ -319,6 +319,9 @@ def check_address(address: str) -> list[str]:
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
+PAUSES = random.Random()
+"""Generator of pauses. A trainer seeds the global one for each batch, and its model may draw from it."""
+
 MAX_CORRUPT = 3
 """Attempts of one transfer whose bytes may arrive with a wrong checksum, one after the other, before it fails."""
 
@@ -329,9 +332,9 @@ def backoff(first_s: float = FIRST_PAUSE_S, longest_s: float = LONGEST_PAUSE_S) 
     Each pause is 0.5 to 1 times a bound that doubles up to ``longest_s``. The random factor keeps clients that failed
     together from retrying together.
     """
-    bound_s, own = first_s, random.SystemRandom()  # trainers seed the global generator for each batch
+    bound_s = first_s
     while True:
-        yield bound_s * own.uniform(0.5, 1.0)
+        yield bound_s * PAUSES.uniform(0.5, 1.0)
         bound_s = min(2 * bound_s, longest_s)
 
 

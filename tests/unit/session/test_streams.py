@@ -72,16 +72,24 @@ def test_ranks_divide_the_samples_and_epochs_follow_each_other() -> None:
     ] == [[1], [2], [1]], "a stream of batches"
 
 
+class Resetting(Counter):
+    """Its state is that of its beginning when an iteration has ended."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.position = 0
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("source", [Numbers(7), Counter(7)], ids=["without state", "with state"])
+@pytest.mark.parametrize("source", [Numbers(7), Counter(7), Resetting(7)], ids=["without state", "with state", "reset"])
 def test_stream_continues_after_every_position(source: Any, drop_last: bool) -> None:
     for dp_rank in range(2):
         whole = read(source, 12, dp_rank, dp=2, batch_size=2, drop_last=drop_last)
         for index, (_, position) in enumerate(whole):
             rest = read(source, 12, dp_rank, dp=2, at=position, batch_size=2, drop_last=drop_last)
             assert rest[: 11 - index] == whole[index + 1 :]
-            state = json.loads(position)["state"]
-            assert state is None if type(source) is Numbers else state["position"] == json.loads(position)["samples"]
+            state, samples = json.loads(position)["state"], json.loads(position)["samples"]
+            assert state is None if type(source) is Numbers or not samples else state["position"] == samples
     assert getattr(source, "position", 0) == 0, "each rank reads a copy"
 
 
