@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import pickle
+import json
 import random
 import sys
 
@@ -36,18 +36,22 @@ def seed_batch(seed: int) -> None:
 
 def batch_generators() -> bytes:
     """Returns the states of these generators on the CPU."""
-    numpy = sys.modules.get("numpy")
-    legacy = None if numpy is None else numpy.random.get_state()
-    return pickle.dumps((torch.get_rng_state().numpy().tobytes(), random.getstate(), legacy))
+    version, numbers, gauss = random.getstate()
+    states = {"torch": torch.get_rng_state().numpy().tobytes().hex(), "python": [version, numbers, gauss]}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, keys.tolist(), *rest]
+    return json.dumps(states).encode()
 
 
 def restore_batch_generators(states: bytes) -> None:
     """Sets the states that ``batch_generators`` has returned in another process."""
-    of_torch, of_python, of_numpy = pickle.loads(states)
-    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
-    random.setstate(of_python)
-    if of_numpy is not None and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(of_numpy)
+    found = json.loads(states)
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(found["torch"]), dtype=torch.uint8))
+    version, numbers, gauss = found["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in found and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(found["numpy"])
 
 
 @functools.cache

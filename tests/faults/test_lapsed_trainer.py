@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -39,6 +40,7 @@ def model_of(session: shardwell.Session) -> nn.Module:
     return shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({nn.Linear}))
 
 
+@pytest.mark.long
 def test_lapsed_trainer_finishes_its_item_when_shards_have_moved() -> None:
     """It is not told of the move, and the memory of the former owner shows its last version for ever."""
     stop, failures = threading.Event(), list[BaseException]()

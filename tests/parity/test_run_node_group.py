@@ -93,6 +93,7 @@ def test_killed_trainer_changes_no_bit(cluster: shardwell.LocalCluster, lost: in
     assert "this trainer fetches whole units from now on" in line
 
 
+@pytest.mark.long
 def test_trainers_with_different_gather_orders_train_without_the_group(cluster: shardwell.LocalCluster) -> None:
     """One trainer keeps its weights from forward to backward and gathers fewer units.
 

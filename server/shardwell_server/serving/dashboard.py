@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 RPCS = (
     *("ListRuns", "DescribeCluster", "DescribeRun", "DescribeWorld", "ListUnits", "ListServers", "ExplainStall"),
-    *("DescribePerformance", "WatchEvents"),
+    *("DescribePerformance", "ListReaders", "WatchEvents"),
 )
 """The rpcs that can be called. None of them changes a run."""
 

@@ -51,9 +51,10 @@ async function askRun(at, run) {
   const members = JSON.stringify(at.run?.trainers.map((each) => [each.trainer, each.live, each.global_ranks]));
   const isSlowTurn = at.turn++ % SLOW_EVERY === 0 || members !== at.members;
   at.members = members;
-  [at.run, at.stall, at.performance, at.world, at.units] = await Promise.all([
+  [at.run, at.stall, at.performance, at.readers, at.world, at.units] = await Promise.all([
     ask("DescribeRun", { run }), askOrError("ExplainStall", { run }),
     ask("DescribePerformance", { run, logged_count: at.logged.length ? 50 : KEPT_LOGGED }),
+    askOrError("ListReaders", { run }),
     isSlowTurn ? askOrError("DescribeWorld", { run }) : at.world,
     isSlowTurn ? askOrError("ListUnits", { run }) : at.units,
   ]);
@@ -358,6 +359,15 @@ function checkpoints({ run: { checkpoints: found } }) {
   return section("Checkpoints", rows.length ? rows : note("none: the run has no checkpoint_dir"));
 }
 
+function readers({ readers: { error, readers: found } }) {
+  if (error) return section("Readers", note(error));
+  const rows = found.map((each) => [each.name, each.host, each.version ?? "none yet", each.lag ?? "-",
+    bytes(each.received_bytes), `${seconds(each.silent_s)} ago`]);
+  return section("Readers", rows.length
+    ? table("Readers", ["Reader", "Host", "Version", "Behind", "Received", "Last request"], rows)
+    : note("none has asked for weights in the last ten minutes"));
+}
+
 function eventList({ name, events }) {
   const shown = events.filter((each) => kept.showsRoutine || !ROUTINE.has(each.kind)).slice(-200).reverse();
   const row = ({ time, kind, run, message }) => [
@@ -386,7 +396,7 @@ function runPage(at) {
     !isWaiting && waits.length ? h("details", { "data-key": "waits" },
       h("summary", {}, `What step ${stall.step} waits for`), list(waits, "lines")) : null,
     h("div", { class: "pair" }, trainerTimes(at), advice(at)),
-    shards(at), checkpoints(at), eventList(at),
+    shards(at), checkpoints(at), readers(at), eventList(at),
   ];
 }
 
