@@ -58,6 +58,7 @@ def test_kept_versions_are_read_while_training_goes_on(cluster: shardwell.LocalC
         newest = training.pause()
         for version in range(newest - KEPT, newest + 1):
             assert_version(reader, training, version)
+            assert reader.wait_for(version, 5.0) == newest
         with pytest.raises(VersionGoneError, match="is no longer available") as caught, reader.pin(newest - KEPT - 1):
             pass
         assert caught.value.data["kept"] == ", ".join(map(str, range(newest - KEPT, newest)))

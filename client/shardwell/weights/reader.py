@@ -110,7 +110,8 @@ class Reader:
             DeadlineError: The version was not committed within ``timeout_s`` seconds.
         """
         try:
-            return self._describe(version, timeout_s).version
+            described = self._describe(version, timeout_s)  # of this version, if the run keeps it
+            return described.newest or described.version
         except VersionGoneError as error:
             return int(error.data["newest"])
 
