@@ -38,7 +38,7 @@ from shardwell_wire.security.tokens import ClusterKey, Role
 from shardwell_wire.v1 import coordinator_pb2
 from tests.integration.test_shard_process import server_process
 from tests.support.certificates import TestAuthority, replace_files
-from tests.support.cluster import small_run, wait_until
+from tests.support.cluster import silent_connections, small_run, wait_until
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 OF_RUN = [name for name in dashboard.RPCS if name not in ("ListRuns", "ListServers", "DescribeCluster")]
@@ -232,15 +232,8 @@ def raw(address: str, data: bytes) -> bytes:
 
 
 def test_many_connections_do_not_stop_the_run(cluster: shardwell.LocalCluster, page: str) -> None:
-    silent = [HTTPConnection(page, timeout=10) for _ in range(dashboard._MAX_CONNECTIONS + 20)]
-    try:
-        for connection in silent:
-            connection.connect()
-        with small_run(cluster.address, "beside") as session:
-            assert session.step == 2
-    finally:
-        for connection in silent:
-            connection.close()
+    with silent_connections(page, dashboard._MAX_CONNECTIONS + 20), small_run(cluster.address, "beside") as session:
+        assert session.step == 2
     wait_until(lambda: _answers(page), "the page does not come back")
 
 

@@ -23,7 +23,7 @@ from shardwell_server.cli import build_parser
 from shardwell_server.serving.server_options import endpoint_of
 from shardwell_wire.v1 import coordinator_pb2
 from tests.integration.test_shard_process import server_process
-from tests.support.cluster import small_run, wait_until
+from tests.support.cluster import silent_connections, small_run, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 _NAME = re.compile(r"shardwell_(coordinator|run|cluster_server|server|rpc|events|rpcs|build)(_[a-z]+)*")
@@ -156,15 +156,8 @@ def test_other_paths_show_nothing(cluster: shardwell.LocalCluster) -> None:
 
 def test_many_connections_do_not_stop_the_server(cluster: shardwell.LocalCluster) -> None:
     address = cluster.shards[0].metrics_address
-    silent = [HTTPConnection(address, timeout=10) for _ in range(20)]
-    try:
-        for connection in silent:
-            connection.connect()
-        with small_run(cluster.address, "beside") as session:
-            assert session.step == 2
-    finally:
-        for connection in silent:
-            connection.close()
+    with silent_connections(address, 20), small_run(cluster.address, "beside") as session:
+        assert session.step == 2
     wait_until(lambda: _answers(address), "the metrics do not come back")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
+from http.client import HTTPConnection
 from typing import Any
 
 import psutil
@@ -66,6 +67,15 @@ def small_run(address: str, run: str, *, steps: int = 2, **options: Any) -> Iter
             optimizer.step()
             optimizer.zero_grad()
         yield session
+
+
+@contextmanager
+def silent_connections(address: str, count: int) -> Iterator[None]:
+    """Keeps HTTP connections to a server open that send nothing."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(closing(HTTPConnection(address, timeout=10))).connect()
+        yield
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 20.0) -> None:
