@@ -205,7 +205,7 @@ class _Upgrade:
             if run.checkpoints.rollback_count > known.get(run.summary.run_id, run.checkpoints.rollback_count):
                 raise ConflictError(
                     f"run {run.summary.run!r} went back to its checkpoint of step {run.summary.committed_step}: a "
-                    "server did not take up its shards. Servers need --id and shared memory, see docs/durability.md",
+                    "server did not take up its shards. It needs --id and shared memory for this: docs/durability.md",
                     run=run.summary.run,
                 )
 

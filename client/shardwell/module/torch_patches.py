@@ -120,7 +120,7 @@ def _install() -> None:
 def _keeping_version(original: Callable[..., None]) -> Callable[..., None]:
     """Returns the constructor of a parametrization that does not count as a write.
 
-    It gives the parameter the memory that the parameter has already, which increments the version counter. PEFT
+    The constructor sets the parameter to the memory that it already has. This increments the version counter. PEFT
     parametrizes gathered parameters in each forward (``target_parameters``).
     """
 

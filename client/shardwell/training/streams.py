@@ -227,7 +227,7 @@ class StreamReaders:
         Args:
             number: Number of the iteration; in an asynchronous run, of the item.
             seed: Seed of the generators, which the caller has set.
-            item: The item. Its position after the batch is set.
+            item: The item. This method sets its ``data_position`` to the position after the batch.
             is_last: Whether the next commit reads the next batch. Otherwise it reads the same once more.
 
         Raises:
