@@ -112,25 +112,32 @@ def attach(address: str, training: subprocess.Popen[bytes]) -> shardwell.Reader:
 
 
 def serve(live: LiveModel, training: subprocess.Popen[bytes], arguments: argparse.Namespace) -> None:
-    """Serves until the training ends. Prints a sample now and then, which it requests over HTTP."""
+    """Serves until the training ends. Prints a sample now and then, and one of the last version, over HTTP."""
     live.follow()
     server = ThreadingHTTPServer(("localhost", arguments.port), handler_of(live))
     url = f"http://localhost:{server.server_address[1]}/?prompt={quote(arguments.prompt)}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(f"serving at {url}", flush=True)
-    printed_s = 0.0
+    print_sample(url)
+    printed_s = time.monotonic()
     try:
         while training.poll() is None:
             live.follow()
             if time.monotonic() - printed_s > 2.0:
+                print_sample(url)
                 printed_s = time.monotonic()
-                with urlopen(url) as answer:
-                    sample = json.load(answer)
-                print(f"version {sample['version']:4}: {' '.join(sample['text'].split())}", flush=True)
             time.sleep(0.1)
+        live.follow()
+        print_sample(url)
     finally:
         server.shutdown()
         server.server_close()
+
+
+def print_sample(url: str) -> None:
+    with urlopen(url) as answer:
+        sample = json.load(answer)
+    print(f"version {sample['version']:4}: {' '.join(sample['text'].split())}", flush=True)
 
 
 def handler_of(live: LiveModel) -> type[BaseHTTPRequestHandler]:

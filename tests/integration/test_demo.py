@@ -125,7 +125,10 @@ def test_text_is_served_from_the_model_that_trains(text: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     versions = [int(found) for found in re.findall(r"version +(\d+): the cat", done.stdout)]
-    assert "serving at http://localhost:" in done.stdout and versions == sorted(versions) and versions[-1] > versions[0]
+    assert "serving at http://localhost:" in done.stdout
+    assert (
+        len(versions) >= 2 and versions == sorted(versions) and versions[-1] == 40
+    )  # the last line shows the final weights
 
 
 def test_tokens_decode_to_the_same_text(text: Path) -> None:
