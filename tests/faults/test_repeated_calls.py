@@ -24,8 +24,7 @@ from torch import nn
 import shardwell
 import shardwell.testing
 from shardwell.grid.replica_store import ReplicaStore
-from shardwell.transport.call_connection import CallConnections
-from shardwell.transport.service_client import CoordinatorClient
+from shardwell.transport.service_client import CallConnections, CoordinatorClient
 from shardwell_server import in_process
 from shardwell_server.coordinator import command, coordinator
 from shardwell_server.coordinator.servers.shard_client import CallLine, ShardCalls

@@ -18,9 +18,8 @@ from torch import nn
 
 import shardwell
 import shardwell.testing
-from shardwell.transport import call_connection
-from shardwell.transport.call_connection import CallConnection, CallConnections
-from shardwell.transport.service_client import CoordinatorClient
+from shardwell.transport import service_client
+from shardwell.transport.service_client import CallConnection, CallConnections, CoordinatorClient
 from shardwell_server.coordinator.servers.shard_client import CALL_TIMEOUT_S, CallLine, ShardCalls
 from shardwell_server.serving import call_server
 from shardwell_server.serving.authentication import check_caller
@@ -343,7 +342,7 @@ def test_token_is_checked_before_the_body_is_read() -> None:
             )
             assert head.failed
             with pytest.raises(error):
-                raise call_connection.from_status_details(
+                raise service_client.from_status_details(
                     connection._exactly(head.body_bytes, time.monotonic() + 20.0), "s"
                 )
             assert is_closed(connection._socket)

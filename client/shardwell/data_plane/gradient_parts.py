@@ -182,11 +182,6 @@ class GradientSample:
                 flat = gradient.detach().view(-1)
                 self._parts.append(flat[:: flat.numel() // _SAMPLED_VALUES + 1].to(torch.float32, copy=True))
 
-    def clear(self) -> None:
-        """Forgets all values, because the work item is restarted."""
-        self._parts.clear()
-        self._digest = None
-
     def digest(self) -> int:
         """Returns a checksum of the values after the last ``add``. 0: all of them are 0, or one is not finite."""
         if self._digest is None and self._parts:

@@ -346,7 +346,7 @@ class TrafficStats:
         """What the routes of gradients have carried."""
 
     def as_dict(self) -> dict[str, float]:
-        return {item.name: getattr(self, item.name) for item in fields(self)} | self.routes.as_dict()
+        return {item.name: getattr(self, item.name) for item in fields(self)} | self.routes.totals
 
     def add_gather_wait(self, started: float) -> None:
         """Counts a wait for a gather that ends now. ``started``: its start, by ``time.perf_counter``."""

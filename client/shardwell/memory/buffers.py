@@ -115,7 +115,7 @@ class VectorMemory:
     freed_bytes: int = 0
     """Bytes that were released so far."""
     recent_peak_bytes: int = 0
-    """Maximum of ``live_bytes`` since the last ``take_recent_peak``."""
+    """Maximum of ``live_bytes`` in the step in flight. The reader starts it again with ``live_bytes``."""
 
     def add(self, size_bytes: int) -> None:
         """Counts memory that was allocated, or released if the number is negative."""
@@ -125,11 +125,6 @@ class VectorMemory:
         elif self.live_bytes > self.recent_peak_bytes:
             self.recent_peak_bytes = self.live_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def take_recent_peak(self) -> int:
-        """Returns the maximum of ``live_bytes`` since the last call."""
-        peak_bytes, self.recent_peak_bytes = self.recent_peak_bytes, self.live_bytes
-        return peak_bytes
 
 
 def _mapped(size_bytes: int) -> torch.Tensor:

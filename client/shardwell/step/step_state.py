@@ -124,7 +124,7 @@ class WorkItemState:
         summed: Data ranks to whose gradients those of this attempt were added before they were pushed.
         shared_units: Units whose gradients other trainers of the node may have added to theirs.
         checksums: Checksums of the gradients that all tensor-parallel ranks compute. None: there are none.
-        sample: Some values of the attempt's gradients, in steps in which data ranks are compared.
+        sample: Some values of the attempt's gradients, in steps in which data ranks are compared. None: there are none.
         headers: Makes the headers of the attempt's gradients. None: it has pushed none.
         scalars: Numbers that the training script has logged for the attempt, by name.
         data_position: Where the data rank's streams continue after the item. Empty: where they continued before.
@@ -141,7 +141,7 @@ class WorkItemState:
         self.summed: frozenset[int] = frozenset()
         self.shared_units: set[int] = set()
         self.checksums: GradientChecksums | None = None
-        self.sample = GradientSample()
+        self.sample: GradientSample | None = None
         self.headers: PartHeaders | None = None
         self.scalars: dict[str, float] = {}
         self.data_position = ""
@@ -205,7 +205,7 @@ class WorkItemState:
         self.parts.clear()
         self.pushed.clear()
         self.scalars.clear()
-        self.sample.clear()
+        self.sample = None
         if self.checksums is not None:
             self.checksums.clear()
         # Servers add kept gradients to each attempt anew, so its pushes name again which of them are dropped.
@@ -276,7 +276,7 @@ class WorkItemState:
             number=self.item.number,
             scalars=self.scalars,
             data_position=self.data_position,
-            gradient_sample=self.sample.digest(),
+            gradient_sample=self.sample.digest() if self.sample is not None else 0,
         )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
-from shardwell.data_plane.gradient_parts import GradientChecksums
+from shardwell.data_plane.gradient_parts import GradientChecksums, GradientSample
 from shardwell.data_plane.push import Pushes
 from shardwell.data_plane.shard import RemoteUnit
 from shardwell.data_plane.transfers import uninterrupted
@@ -109,6 +109,7 @@ class ItemPushes:
                     indices.append(index)
                 header, excuse = headers.start_part(unit_index, indices), headers.excuse
                 if self._state.number % _SAMPLING_PERIOD < _SAMPLED_STEPS and membership.world.dp > 1:
+                    current.sample = current.sample or GradientSample()
                     current.sample.add(gradients)
                 if self.feedback is not None and gradients:
                     copies, copied = to_host([gradient for _, gradient in gradients])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -228,10 +228,7 @@ class ShardServers:
 
         The transport ``shm`` counts gradients that were copied to shared memory and weights that were copied from it.
         """
-        total = dict(self._former_moved)
-        for server in list(self._connections.values()):
-            server.add_moved_bytes(total)
-        return total
+        return _add_moved_bytes(self._former_moved, list(self._connections.values()))
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns each server's transport and its statistics; see ``Session.transports``."""
@@ -309,13 +306,14 @@ class ShardServers:
         for server in former:
             self._former_received_bytes += server.counter.received_bytes
             self._former_sent_bytes += server.counter.sent_bytes
-            server.add_moved_bytes(self._former_moved)
             server.close()
+        self._former_moved = _add_moved_bytes(self._former_moved, former)
 
     def release_gradient_buffers(self, dp_rank: int | None = None) -> None:
         """Releases the shared gradient buffers of a dp rank for reuse; None: of all dp ranks."""
         for server in list(self._connections.values()):
-            server.release(dp_rank)
+            if (shared := server.transports.shared) is not None:
+                shared.release(dp_rank)
 
     def free_gradient_buffers(self, kept: int, of: int) -> None:
         """Frees the memory of shared buffers, which the next owner of the ranks needs.
@@ -397,3 +395,17 @@ class ReachabilityProbe:
             self._unreachable.pop(address, None)  # the server has answered
         else:
             self._unreachable.pop(address, None)
+
+
+def _add_moved_bytes(
+    former: Mapping[str, tuple[int, int]], servers: Iterable[ServerConnection]
+) -> dict[str, tuple[int, int]]:
+    """Returns bytes received and sent by the name of the transport: former ones, and those of connections."""
+    total = dict(former)
+    for server in servers:
+        stream, shared = server.transports.stream, server.transports.shared
+        for transport, counter in ((stream, server.counter), (shared, server.shared_counter)):
+            if transport is not None and (counter.received_bytes or counter.sent_bytes):
+                received, sent = total.get(transport.name, (0, 0))
+                total[transport.name] = received + counter.received_bytes, sent + counter.sent_bytes
+    return total

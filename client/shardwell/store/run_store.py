@@ -257,39 +257,34 @@ class RunStore:
         exact: bool = False,
         layout: UnitLayout | None = None,
         vector: FlatVector | None = None,
+        is_repeated: bool = False,
     ) -> Future[int]:
-        """See ``ParameterStore.gather``."""
+        """See ``ParameterStore.gather``. ``is_repeated``: whether this gather replaces one that has failed."""
         if not self._membership.valid:
             self._membership.check()
         current = self._state.current
         if self._membership.lapsed or (current is not None and current.is_over):
             return self._gather_newest(unit_index, _buffer(target, vector), exact=exact, layout=layout)
-        version = self._state.number
 
         def alternative(error: BaseException) -> Future[int] | None:
-            if isinstance(error, VersionGoneError | StaleEpochError) and self._loses_version():
-                return self._gather_newest(unit_index, _buffer(target, vector), exact=exact, layout=layout)
-            return None
+            if not isinstance(error, VersionGoneError | StaleEpochError):
+                return None
+            if self._state.asynchronous and not is_repeated:
+                # The commit of another item can break a read of the newest version while the servers move it to the
+                # versions that they hold. They have it there.
+                return self.gather(unit_index, target, exact=exact, layout=layout, vector=vector, is_repeated=True)
+            if not self._loses_version():
+                return None
+            return self._gather_newest(unit_index, _buffer(target, vector), exact=exact, layout=layout)
 
-        def start(alternative: Alternative | None) -> Future[int]:
-            unit = self._units[unit_index]
-            if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
-                buffer = _buffer(target, vector)
-                return self._node.gather(unit, version, buffer, layout or unit.layout, vector, alternative)
-            if target is None:
-                assert vector is not None
-                return self._gather_to_device(unit, version, vector, layout, alternative)
-            return self._fetches.gather(unit, version, target, layout, exact=exact, alternative=alternative)
-
-        if not self._state.asynchronous:
-            return start(alternative)
-
-        def again(error: BaseException) -> Future[int] | None:
-            # The commit of another item can break a read of the newest version while the servers move it to the
-            # versions that they hold. They have it there.
-            return start(alternative) if isinstance(error, VersionGoneError | StaleEpochError) else None
-
-        return start(again)
+        unit, version = self._units[unit_index], self._state.number
+        if self._node is not None and vector is not None and not exact and self._is_shared_in_node(unit):
+            buffer = _buffer(target, vector)
+            return self._node.gather(unit, version, buffer, layout or unit.layout, vector, alternative)
+        if target is None:
+            assert vector is not None
+            return self._gather_to_device(unit, version, vector, layout, alternative)
+        return self._fetches.gather(unit, version, target, layout, exact=exact, alternative=alternative)
 
     def _gather_to_device(
         self,
@@ -343,7 +338,7 @@ class RunStore:
         for unit in self._units.values():
             if unit.vector is not None:
                 pages.append(unit.vector.pages)
-        return self._written_pages.exist(pages)
+        return bool(pages) and self._written_pages.exist(pages)
 
     def fetches_in_place(self) -> bool:
         """See ``ParameterStore.fetches_in_place``."""

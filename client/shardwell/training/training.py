@@ -109,9 +109,10 @@ class Training:
             "push_count": traffic.push_count,
             "freed_unit_bytes": memory.freed_bytes,
             **self.committer.stats,
-            **traffic.routes.as_dict(),
+            **traffic.routes.totals,
         }
-        return CounterSample(stats, self.store.moved_bytes(), memory.take_recent_peak())
+        peak_bytes, memory.recent_peak_bytes = memory.recent_peak_bytes, memory.live_bytes
+        return CounterSample(stats, self.store.moved_bytes(), peak_bytes)
 
     def report_to_coordinator(self) -> None:
         """Gives the heartbeats a report of the last steps. In the training thread, which owns the GPU's context."""

@@ -19,7 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Protocol
 
 from shardwell.transport.partition_transfers import PartitionLocation, PartitionSegment
@@ -186,26 +186,22 @@ class RouteTotals:
 class RouteStats:
     """The totals of all routes. Thread-safe."""
 
-    _totals: dict[str, RouteTotals] = field(default_factory=lambda: {route: RouteTotals() for route in ROUTES})
+    totals: dict[str, float] = field(
+        default_factory=lambda: {
+            f"{route}_{name}": zero for route in ROUTES for name, zero in asdict(RouteTotals()).items()
+        }
+    )
+    """The fields of ``RouteTotals`` for each route, such as ``direct_count`` and ``allreduce_peer_bytes``."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, route: str, *, pushed_bytes: int, seconds: float, peer_bytes: int = 0, count: int = 1) -> None:
         """Adds gradients of units, or this trainer's shares of sums."""
+        totals = self.totals
         with self._lock:
-            totals = self._totals[route]
-            totals.count += count
-            totals.pushed_bytes += pushed_bytes
-            totals.peer_bytes += peer_bytes
-            totals.seconds += seconds
-
-    def as_dict(self) -> dict[str, float]:
-        """Returns the totals as numbers, such as ``direct_count`` and ``allreduce_peer_bytes``."""
-        with self._lock:
-            return {
-                f"{route}_{name}": getattr(totals, name)
-                for route, totals in self._totals.items()
-                for name in RouteTotals.__slots__
-            }
+            totals[f"{route}_count"] += count
+            totals[f"{route}_pushed_bytes"] += pushed_bytes
+            totals[f"{route}_peer_bytes"] += peer_bytes
+            totals[f"{route}_seconds"] += seconds
 
 
 @dataclass(slots=True, eq=False)

@@ -221,14 +221,6 @@ class ServerConnection(ReachedServer):
         """See ``ReachedServer``."""
         return self.transports.lost(error, is_shared=operation.is_shared)
 
-    def add_moved_bytes(self, total: dict[str, tuple[int, int]]) -> None:
-        """Adds the bytes received and sent so far over each transport that has moved any, by its name."""
-        transports = self.transports
-        for transport, counter in ((transports.stream, self.counter), (transports.shared, self.shared_counter)):
-            if transport is not None and (counter.received_bytes or counter.sent_bytes):
-                received, sent = total.get(transport.name, (0, 0))
-                total[transport.name] = received + counter.received_bytes, sent + counter.sent_bytes
-
     def describe(self) -> dict[str, Any]:
         """Returns the transport in use and its statistics, for reports."""
         return {
@@ -344,11 +336,6 @@ class ServerConnection(ReachedServer):
         return self.resending.run(
             lambda *_: _push_together(self.transports, prepared, corrupt, timeout_s=timeout_s), PUSH_BATCH
         )
-
-    def release(self, dp_rank: int | None = None) -> None:
-        """Releases the memory of a rank's contributions, which the server no longer reads. None: of all ranks."""
-        if (shared := self.transports.shared) is not None:
-            shared.release(dp_rank)
 
     def free_memory(self, kept: int, of: int) -> None:
         """Has the server free memory that it keeps for this trainer; see ``SharedTransport.free_memory``."""
