@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwell_server.coordinator.storage.etcd_client import EtcdClient, put
-from shardwell_server.coordinator.storage.etcd_store import EtcdStore, Leader, find_leader, try_to_lead
-from shardwell_server.coordinator.storage.table_store import SCHEMA_VERSION, Change, Delete, Put
+from shardwell_server.coordinator.storage.etcd_store import EtcdClient, EtcdStore, Leader, find_leader, put, try_to_lead
+from shardwell_server.coordinator.storage.records import SCHEMA_VERSION, Change, Delete, Put
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.host.server_folders import own_identity
 from shardwell_wire.v1 import etcd_pb2

@@ -14,25 +14,28 @@ import pytest
 
 from shardwell_server.coordinator.storage.database import Database
 from shardwell_server.coordinator.storage.durable_state import Storage
-from shardwell_server.coordinator.storage.etcd_client import EtcdClient
-from shardwell_server.coordinator.storage.etcd_store import EtcdStore, try_to_lead
+from shardwell_server.coordinator.storage.etcd_store import EtcdClient, EtcdStore, try_to_lead
 from shardwell_server.coordinator.storage.records import (
     KEPT_COMMITS,
+    KEYS,
     AddressRecord,
     BackupRecord,
     BackupState,
+    Change,
     CheckpointRecord,
     CommitRecord,
+    Delete,
     InitializerRecord,
     MemberRecord,
+    Put,
     RankRecord,
     RunRecord,
     ServerRecord,
     ShardRecord,
     StoredState,
+    TableStore,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage.table_store import KEYS, Change, Delete, Put, TableStore
 from tests.support.etcd import etcd_cluster
 
 Open = Callable[[], TableStore]

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import shardwell
-from shardwell.command import cli, health_tables
+from shardwell.command import cli
 from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import DEGRADED, INTERRUPTED, UNREACHABLE
 from shardwell.command.cli import build_parser, main
@@ -350,8 +350,8 @@ def answers() -> list[object]:
         tables.world(
             coordinator_pb2.DescribeWorldResponse(world=World(dp=64).to_proto(), world_size=64, rank_assignments=[rank])
         ),
-        health_tables.cluster(cluster, ADDRESS),
-        health_tables.top(described, cluster, coordinator_pb2.DescribePerformanceResponse()),
+        tables.cluster(cluster, ADDRESS),
+        tables.top(described, cluster, coordinator_pb2.DescribePerformanceResponse()),
     ]
 
 
@@ -385,14 +385,12 @@ def test_status_lists_all_problems_first() -> None:
             ),
         ],
     )
-    assert health_tables.is_degraded(response)
-    lines = text(health_tables.cluster(response, "a:1")).splitlines()
+    assert tables.is_degraded(response)
+    lines = text(tables.cluster(response, "a:1")).splitlines()
     assert lines[:3] == ["degraded", "  - server 's' has ended", "  - run 'a': 2 backups are missing"]
     assert "run 'b' waits: rank 0" in lines
     healthy = coordinator_pb2.DescribeClusterResponse(runs=[coordinator_pb2.RunHealth(summary=stalled)])
-    assert not health_tables.is_degraded(healthy) and text(health_tables.cluster(healthy, "a:1")).startswith(
-        "healthy\n"
-    )
+    assert not tables.is_degraded(healthy) and text(tables.cluster(healthy, "a:1")).startswith("healthy\n")
 
 
 def test_every_status_of_a_run_has_a_name() -> None:

@@ -1,4 +1,7 @@
-"""The ``shardwell`` command: launches training scripts, inspects clusters, plans runs and exports weights."""
+"""The ``shardwell`` command: launches training scripts, inspects clusters, plans runs and exports weights.
+
+``shardwell completion`` prints a script that completes commands and options in a shell, made by shtab.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shardwell.command import (
-    completion_command,
-    inspect_commands,
-    run_commands,
-    token_command,
-    trace_command,
-    upgrade_command,
-)
-from shardwell.command.arguments import INTERRUPTED, UNREACHABLE
+import shtab
+
+from shardwell.command import inspect_commands, run_commands, token_command, upgrade_command
+from shardwell.command.arguments import INTERRUPTED, UNREACHABLE, Subparsers, add_command
 from shardwell.processes import launch
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, import_with_torch
 from shardwell_wire.host.variables import add_config_options, take_config_options
@@ -91,15 +89,54 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     inspect_commands.add_parsers(subparsers)
     run_commands.add_parsers(subparsers)
     upgrade_command.add_parser(subparsers)
-    trace_command.add_parser(subparsers)
     token_command.add_parser(subparsers)
-    completion_command.add_parser(subparsers, build_parser)
+    _add_completion(subparsers)
     for name, (module, add_parser, help_line) in _WITH_TORCH.items():
         if command in (None, name):
             getattr(import_with_torch(module), add_parser)(subparsers, help_line)
         else:
             subparsers.add_parser(name, help=help_line)
     return parser
+
+
+_COMPLETION_DESCRIPTION = """\
+Prints a script that completes the commands of shardwell, their options and the values of these. The script knows the
+commands of this version: make it again after an update.
+"""
+_COMPLETION_EPILOG = """\
+examples:
+  shardwell completion bash > ~/.local/share/bash-completion/completions/shardwell
+  shardwell completion zsh > ~/.zfunc/_shardwell    with `fpath+=~/.zfunc` before compinit in ~/.zshrc
+"""
+
+_FILES = ("PATH", "FILE", "DIR", "FOLDER")
+"""What the help calls arguments that the shell completes to files."""
+
+
+def _add_completion(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "completion",
+        "print a script that completes commands and options in bash or zsh",
+        _print_completion,
+        description=_COMPLETION_DESCRIPTION,
+        epilog=_COMPLETION_EPILOG,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
+
+
+def _print_completion(arguments: argparse.Namespace) -> int:
+    try:
+        parser = build_parser()
+    except (ImportError, ShardwellError):  # without torch, the commands that need it get no options
+        parser = build_parser("completion")
+    commands = next(each.choices for each in parser._actions if isinstance(each.choices, dict))
+    for command in commands.values():
+        for action in command._actions:
+            if action.metavar in _FILES or action.dest == "script":
+                action.complete = shtab.FILE
+    print(shtab.complete(parser, arguments.shell), end="")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,19 +1,20 @@
-"""The commands of ``shardwell`` that inspect a cluster or delete from it."""
+"""The commands of ``shardwell`` that inspect a cluster, delete from it, or trace the steps of a run."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
 from rich.console import RenderableType
 
-from shardwell.command import health_tables
 from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import (
     DEGRADED,
@@ -60,7 +61,7 @@ class _Command:
 
 
 def add_parsers(subparsers: Subparsers) -> None:
-    """Adds a subcommand for each inspection command."""
+    """Adds a subcommand for each inspection command, and ``trace``."""
     for command in _COMMANDS:
         parser = add_command(
             subparsers,
@@ -76,6 +77,7 @@ def add_parsers(subparsers: Subparsers) -> None:
             parser.add_argument(name, **options)
         if command.watch_s is not None:
             parser.set_defaults(watch=command.watch_s)
+    _add_trace(subparsers)
 
 
 def _handle(command: _Command, arguments: argparse.Namespace) -> int:
@@ -104,8 +106,8 @@ def _describe_cluster(arguments: argparse.Namespace, coordinator: CoordinatorCli
 
 def _status(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     response = _describe_cluster(arguments, coordinator)
-    view = health_tables.cluster(response, coordinator.address)
-    return Answer((response,), view, exit_code=DEGRADED if health_tables.is_degraded(response) else 0)
+    view = tables.cluster(response, coordinator.address)
+    return Answer((response,), view, exit_code=DEGRADED if tables.is_degraded(response) else 0)
 
 
 def _top(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
@@ -115,9 +117,7 @@ def _top(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answe
     asked = coordinator_pb2.DescribePerformanceRequest(run=arguments.run)
     performance = coordinator.call("DescribePerformance", asked, timeout_s=arguments.timeout)
     found = {"run": run, "cluster": cluster, "performance": performance}
-    return Answer(
-        ({name: as_dict(each) for name, each in found.items()},), health_tables.top(run, cluster, performance)
-    )
+    return Answer(({name: as_dict(each) for name, each in found.items()},), tables.top(run, cluster, performance))
 
 
 def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
@@ -139,7 +139,7 @@ def _world(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Ans
 
 def _report(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:
     request = coordinator_pb2.DescribePerformanceRequest(run=arguments.run, logged_count=arguments.logged)
-    return _answer(coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), health_tables.report)
+    return _answer(coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout), tables.report)
 
 
 def _events(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Iterator[Answer]:
@@ -400,3 +400,94 @@ _COMMANDS = (
         can_watch=False,
     ),
 )
+
+
+_TRACE_DESCRIPTION = """\
+Writes where the time of the last steps went, one track per trainer, as a file for https://ui.perfetto.dev or
+chrome://tracing. The trainers report at most 8 steps, every few seconds.
+
+The durations of the parts are measured, their order within a step is not: the file has them one after another. The
+times are those of each trainer's host.
+"""
+_PARTS = (
+    "between_steps",
+    "data",
+    "gather_wait",
+    "update_wait",
+    "compute",
+    "pipeline_bubble",
+    "push",
+    "finish_wait",
+)
+"""The order in which parts are shown. Others follow."""
+_US = 1e6
+
+
+def _add_trace(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "trace",
+        "write the last steps of a run as a trace for Perfetto",
+        _trace,
+        description=_TRACE_DESCRIPTION,
+        epilog="example:\n  shardwell trace gpt --steps 5 -o trace.json",
+    )
+    parser.add_argument("run", metavar="RUN", help="name of the run")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="last steps of each trainer (default: 5)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="file to write (trace.json)",
+    )
+    add_coordinator_arguments(parser, timeout_s=10.0)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    with open_coordinator(arguments) as coordinator:
+        request = coordinator_pb2.DescribePerformanceRequest(run=arguments.run)
+        response = coordinator.call("DescribePerformance", request, timeout_s=arguments.timeout)
+    events = [*trace_events(arguments.run, response, max(1, arguments.steps))]
+    steps = [event["args"]["step"] for event in events if event.get("cat") == "step"]
+    if not steps:
+        raise NotFoundError(
+            f"no live trainer of run {arguments.run!r} has reported a step: the second step of a "
+            "trainer is the first that its heartbeats report",
+            run=arguments.run,
+        )
+    arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    print(f"steps {min(steps)} to {max(steps)}: {arguments.output}, to be opened at https://ui.perfetto.dev")
+    return 0
+
+
+def trace_events(
+    run: str, response: coordinator_pb2.DescribePerformanceResponse, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Yields the events of a trace: the names of the tracks, and each step with its parts, in microseconds.
+
+    Args:
+        run: Name of the run.
+        response: What the trainers have reported.
+        steps: Most steps of each trainer.
+    """
+    yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"run {run}"}}
+    for track, trainer in enumerate(response.trainers, start=1):
+        ranks = f"ranks {' '.join(map(str, trainer.global_ranks))}" if trainer.global_ranks else "spare"
+        where = {"pid": 1, "tid": track}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"{trainer.trainer} ({ranks})"}}
+        for step in trainer.report.steps[-steps:]:
+            at_us = (step.committed_s - step.step_s) * _US
+            span = {"ph": "X", **where, "ts": at_us, "dur": step.step_s * _US}
+            yield {**span, "name": f"step {step.step}", "cat": "step", "args": {"step": step.step}}
+            for part, seconds in sorted(step.part_s.items(), key=_place):
+                share = f"{seconds / step.step_s:.1%}" if step.step_s else "-"
+                span = {"ph": "X", **where, "ts": at_us, "dur": seconds * _US}
+                yield {**span, "name": part.replace("_", " "), "cat": "part", "args": {"share of the step": share}}
+                at_us += seconds * _US
+
+
+def _place(part: tuple[str, float]) -> tuple[int, str]:
+    name, _ = part
+    return (_PARTS.index(name) if name in _PARTS else len(_PARTS)), name

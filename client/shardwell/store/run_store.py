@@ -23,7 +23,7 @@ from shardwell.membership.membership import Membership
 from shardwell.module.flat_vector import FlatVector
 from shardwell.module.parameter_store import InitialValues
 from shardwell.options import JoinConfig, TransferOptions
-from shardwell.peers.node_gathers import NodeGathers
+from shardwell.peers.node_group import NodeGathers
 from shardwell.step.step_state import FinishedStep, StepState
 from shardwell.store.host_relay import HostRelay
 from shardwell.store.item_pushes import ItemPushes

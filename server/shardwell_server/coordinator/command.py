@@ -18,7 +18,7 @@ from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.settings import Settings
 from shardwell_server.coordinator.storage.database import Database
 from shardwell_server.coordinator.storage.durable_state import Storage
-from shardwell_server.coordinator.storage.table_store import TableStore
+from shardwell_server.coordinator.storage.records import TableStore
 from shardwell_server.serving import authorization, process, server_options
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.serving.server_options import add_common_options, add_option, parse_port, parse_size

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from shardwell_server.coordinator.storage.etcd_client import EtcdClient
-from shardwell_server.coordinator.storage.etcd_store import EtcdStore, Leader, find_leader, try_to_lead
+from shardwell_server.coordinator.storage.etcd_store import EtcdClient, EtcdStore, Leader, find_leader, try_to_lead
 from shardwell_server.serving import process
 from shardwell_wire.connection.channel import check_address
 from shardwell_wire.errors import UnavailableError, UsageError

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.coordinator.inspection.events import EventKind, EventLog
-from shardwell_server.coordinator.storage.records import KEPT_EVENTS
-from shardwell_server.coordinator.storage.table_store import Change, Put
+from shardwell_server.coordinator.storage.records import KEPT_EVENTS, Change, Put
 from shardwell_wire.errors import InvalidRequestError, WorldError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2

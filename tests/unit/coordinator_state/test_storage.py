@@ -12,8 +12,7 @@ import pytest
 from shardwell_server.coordinator.command import until_lost
 from shardwell_server.coordinator.storage.database import FILE_NAME, Database
 from shardwell_server.coordinator.storage.durable_state import Storage
-from shardwell_server.coordinator.storage.records import RunRecord
-from shardwell_server.coordinator.storage.table_store import SCHEMA_VERSION
+from shardwell_server.coordinator.storage.records import SCHEMA_VERSION, RunRecord
 from shardwell_wire.errors import ConflictError, UnavailableError
 from shardwell_wire.model.topology import World
 from tests.support.coordinator import Harness, Trainer, config, optimizer

@@ -20,8 +20,7 @@ from shardwell.data_plane.transfers import TrafficStats
 from shardwell.memory.device_copies import Exchange
 from shardwell.module.mixed_precision import layout_in
 from shardwell.peers.host_folder import HostFolder
-from shardwell.peers.node_gathers import NodeGathers
-from shardwell.peers.node_group import MAX_FAILURES, NodeGroup, NodeRendezvous
+from shardwell.peers.node_group import MAX_FAILURES, NodeGathers, NodeGroup, NodeRendezvous
 from shardwell.transport.base import Place
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import CapacityError, UnavailableError

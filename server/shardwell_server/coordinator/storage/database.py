@@ -11,84 +11,58 @@ Note: [Failed COMMIT]
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwell_server.coordinator.storage.table_store import KEYS, SCHEMA_VERSION, Change, Put, TableStore, Values
+from shardwell_server.coordinator.storage.records import (
+    KEYS,
+    RECORDS,
+    SCHEMA_VERSION,
+    Change,
+    Put,
+    TableStore,
+    Values,
+    columns_of,
+)
 from shardwell_wire.errors import ConflictError, UnavailableError
 
 FILE_NAME = "coordinator.sqlite"
 
-_EVENTS = """
-CREATE TABLE events (
-    number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, run TEXT NOT NULL, message TEXT NOT NULL
-) WITHOUT ROWID;
-"""
+_TYPES = {"int": "INTEGER", "bool": "INTEGER", "float": "REAL", "bytes": "BLOB"}
+"""Types of columns by the types of fields. Others are text."""
 
-_SCHEMA = f"""
-{_EVENTS}
-CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE deleted_runs (run_id TEXT PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE servers (
-    server_id TEXT PRIMARY KEY, address TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    budget_bytes INTEGER NOT NULL, process TEXT NOT NULL, has_left INTEGER NOT NULL, draining INTEGER NOT NULL,
-    restartable INTEGER NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE runs (
-    run TEXT PRIMARY KEY, run_id TEXT NOT NULL, config BLOB NOT NULL, created REAL NOT NULL, started INTEGER NOT NULL,
-    last_epoch INTEGER NOT NULL, placement INTEGER NOT NULL, rebalancing INTEGER NOT NULL, checkpoints TEXT NOT NULL,
-    parallel_plan BLOB, created_by TEXT NOT NULL, created_on TEXT NOT NULL, ended_step INTEGER,
-    published TEXT NOT NULL
-) WITHOUT ROWID;
-CREATE TABLE members (
-    run TEXT NOT NULL, trainer TEXT NOT NULL, host TEXT NOT NULL, incarnation TEXT NOT NULL, epoch INTEGER NOT NULL,
-    requested_rank INTEGER, state TEXT NOT NULL, accepts_reassigned_work INTEGER, process TEXT NOT NULL,
-    behind INTEGER NOT NULL, PRIMARY KEY (run, trainer)
-) WITHOUT ROWID;
-CREATE TABLE ranks (
-    run TEXT NOT NULL, global_rank INTEGER NOT NULL, owner TEXT NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
-    step INTEGER NOT NULL, attempt INTEGER NOT NULL, last_attempt INTEGER NOT NULL, vacant INTEGER NOT NULL,
-    replica_epoch INTEGER NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (run, global_rank)
-) WITHOUT ROWID;
-CREATE TABLE addresses (
-    run TEXT NOT NULL, name TEXT NOT NULL, address TEXT NOT NULL, PRIMARY KEY (run, name)
-) WITHOUT ROWID;
-CREATE TABLE initializers (
-    run TEXT NOT NULL, global_rank INTEGER NOT NULL, trainer TEXT NOT NULL, epoch INTEGER NOT NULL,
-    PRIMARY KEY (run, global_rank)
-) WITHOUT ROWID;
-CREATE TABLE units (
-    run TEXT NOT NULL, unit_index INTEGER NOT NULL, spec BLOB NOT NULL, published INTEGER NOT NULL,
-    PRIMARY KEY (run, unit_index)
-) WITHOUT ROWID;
-CREATE TABLE shards (
-    run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
-    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, PRIMARY KEY (run, unit_index, start_bytes)
-) WITHOUT ROWID;
-CREATE TABLE backups (
-    run TEXT NOT NULL, unit_index INTEGER NOT NULL, start_bytes INTEGER NOT NULL, stop_bytes INTEGER NOT NULL,
-    server_id TEXT NOT NULL, incarnation TEXT NOT NULL, state TEXT NOT NULL, placement INTEGER NOT NULL,
-    PRIMARY KEY (run, unit_index, start_bytes, server_id, incarnation)
-) WITHOUT ROWID;
-CREATE TABLE commits (
-    run TEXT NOT NULL, step INTEGER NOT NULL, time REAL NOT NULL, leader TEXT NOT NULL, optimizer BLOB NOT NULL,
-    clip_coefficient REAL NOT NULL, unit_order TEXT NOT NULL, grad_norm REAL NOT NULL,
-    other_norms TEXT NOT NULL, skipped INTEGER NOT NULL, trainer TEXT NOT NULL, dp_rank INTEGER NOT NULL,
-    item INTEGER NOT NULL, base_version INTEGER NOT NULL, means TEXT NOT NULL,
-    PRIMARY KEY (run, step)
-) WITHOUT ROWID;
-CREATE TABLE states (run TEXT PRIMARY KEY, step INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE checkpoints (
-    run TEXT NOT NULL, checkpoint_id TEXT NOT NULL, step INTEGER NOT NULL, url TEXT NOT NULL,
-    size_bytes INTEGER NOT NULL, time REAL NOT NULL, is_complete INTEGER NOT NULL, PRIMARY KEY (run, checkpoint_id)
-) WITHOUT ROWID;
-"""
+
+def _create(table: str, columns: Mapping[str, str] | None = None) -> str:
+    """Returns the statement that creates a table: the columns of its key, and those of its records.
+
+    Args:
+        table: The table.
+        columns: The columns and their types. None: those of the records.
+    """
+    if columns is None:
+        own = {each.name: str(each.type) for each in columns_of(RECORDS[table])}
+        columns = {name: "str" if name == "run" else "int" for name in KEYS[table] if name not in own} | own
+    described = []
+    for name, kind in columns.items():
+        stored, optional, _ = kind.partition(" | None")
+        described.append(f"{name} {_TYPES.get(stored, 'TEXT')}{'' if optional else ' NOT NULL'}")
+    return f"CREATE TABLE {table} ({', '.join(described)}, PRIMARY KEY ({', '.join(KEYS[table])})) WITHOUT ROWID;"
+
+
+_SCHEMA = " ".join(
+    [
+        _create("facts", {"name": "str", "value": "int"}),
+        _create("deleted_runs", {"run_id": "str"}),
+        _create("states", {"run": "str", "step": "int", "state": "bytes"}),
+        *map(_create, RECORDS),
+    ]
+)
 
 _UPGRADES = {
     18: "ALTER TABLE runs ADD COLUMN created_by TEXT NOT NULL DEFAULT ''; "
     "ALTER TABLE runs ADD COLUMN created_on TEXT NOT NULL DEFAULT ''; ALTER TABLE runs ADD COLUMN ended_step INTEGER; "
-    f"{_EVENTS}",
+    f"{_create('events')}",
     19: "ALTER TABLE runs ADD COLUMN published TEXT NOT NULL DEFAULT '';",
 }
 """Statements that bring a file of an older schema version to the next version."""

@@ -19,11 +19,14 @@ from shardwell_server.coordinator.storage.records import (
     KEPT_EVENTS,
     AddressRecord,
     BackupRecord,
+    Change,
     CheckpointRecord,
     CommitRecord,
+    Delete,
     EventRecord,
     InitializerRecord,
     MemberRecord,
+    Put,
     RankRecord,
     Row,
     RunRecord,
@@ -31,9 +34,9 @@ from shardwell_server.coordinator.storage.records import (
     ShardRecord,
     StoredRun,
     StoredState,
+    TableStore,
     UnitRecord,
 )
-from shardwell_server.coordinator.storage.table_store import Change, Delete, Put, TableStore
 from shardwell_wire.errors import UnavailableError
 
 _ROWS_OF_RUN: dict[str, type[Row]] = {

@@ -1,11 +1,18 @@
-"""Rows in which the coordinator's state is stored. ``durable_state.py`` writes and reads them."""
+"""Rows in which the coordinator's state is stored, and the stores of their tables.
+
+``durable_state.py`` writes and reads the rows. ``Database`` keeps the tables in a SQLite file, ``EtcdStore`` in etcd.
+One contract suite checks both.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Self
+
+from shardwell_wire.errors import UnavailableError
 
 KEPT_COMMITS = 8
 """Commit records kept per run. Trainers are rarely more than one step behind."""
@@ -22,7 +29,7 @@ class Row:
 
     def to_row(self) -> tuple[object, ...]:
         """Returns the values of the columns."""
-        return tuple(_to_column(getattr(self, column.name)) for column in _columns(type(self)))
+        return tuple(_to_column(getattr(self, column.name)) for column in columns_of(type(self)))
 
     @classmethod
     def from_row(cls, row: Sequence[Any], **other: tuple[Any, ...]) -> Self:
@@ -32,12 +39,13 @@ class Row:
             row: The values of the columns. A row of an older schema may lack the last ones, which get their defaults.
             other: Values of the keyword-only fields.
         """
-        pairs = zip(_columns(cls), row, strict=len(row) > len(_columns(cls)))
+        pairs = zip(columns_of(cls), row, strict=len(row) > len(columns_of(cls)))
         values = (_FROM_COLUMN.get(str(column.type), _same)(value) for column, value in pairs)
         return cls(*values, **other)
 
 
-def _columns(kind: type[Row]) -> tuple[Field[Any], ...]:
+def columns_of(kind: type[Row]) -> tuple[Field[Any], ...]:
+    """Returns the fields that are columns, in order."""
     return tuple(each for each in fields(kind) if not each.kw_only)
 
 
@@ -323,3 +331,92 @@ _FROM_COLUMN: Mapping[str, Callable[[Any], Any]] = {
     "tuple[tuple[float, float, float], ...]": _norms,
 }
 """How the value of a field is read from its column, by the field's type. Other values are stored as they are."""
+
+
+SCHEMA_VERSION = 20
+"""Version of the tables and their rows."""
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "facts": ("name",),
+    "deleted_runs": ("run_id",),
+    "servers": ("server_id",),
+    "runs": ("run",),
+    "members": ("run", "trainer"),
+    "ranks": ("run", "global_rank"),
+    "addresses": ("run", "name"),
+    "initializers": ("run", "global_rank"),
+    "units": ("run", "unit_index"),
+    "shards": ("run", "unit_index", "start_bytes"),
+    "backups": ("run", "unit_index", "start_bytes", "stop_bytes", "server_id", "incarnation"),
+    "commits": ("run", "step"),
+    "states": ("run",),
+    "checkpoints": ("run", "checkpoint_id"),
+    "events": ("number",),
+}
+"""The tables, each with the columns that identify a row. These are its first columns."""
+
+RECORDS: dict[str, type[Row]] = {
+    "servers": ServerRecord,
+    "runs": RunRecord,
+    "members": MemberRecord,
+    "ranks": RankRecord,
+    "addresses": AddressRecord,
+    "initializers": InitializerRecord,
+    "units": UnitRecord,
+    "shards": ShardRecord,
+    "backups": BackupRecord,
+    "commits": CommitRecord,
+    "checkpoints": CheckpointRecord,
+    "events": EventRecord,
+}
+"""The tables of records. Columns of a key that are no fields of the record come first."""
+
+Values = tuple[object, ...]
+"""Values of a row, or of its first columns: text, numbers, truth values, bytes and None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Stores rows of a table. A row replaces the one with the same key."""
+
+    table: str
+    rows: Sequence[Values]
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Deletes the rows of a table whose first columns have one of several values."""
+
+    table: str
+    keys: Sequence[Values]
+
+
+Change = Put | Delete
+
+
+class TableStore(ABC):
+    """Tables that one coordinator at a time can change. All methods block. Use it from one thread at a time."""
+
+    term: int
+    """Term of this coordinator: rises with every process that opens the store."""
+    lost: UnavailableError | None = None
+    """Set when this coordinator can write no more, because the outcome of a write is unknown or another coordinator has
+    taken over. Every later write raises it, and the coordinator must stop."""
+    when_lost: Callable[[], object] = staticmethod(lambda: None)
+    """Called, in any thread, when ``lost`` is set outside of a write."""
+
+    @abstractmethod
+    def rows(self, table: str, *first: object) -> list[Any]:
+        """Returns the rows of a table whose first columns have the given values, in the order of their keys."""
+
+    @abstractmethod
+    def write(self, changes: Sequence[Change]) -> None:
+        """Makes several changes, in order. Returns when they are durable.
+
+        Raises:
+            UnavailableError: Nothing was changed; or, if ``lost`` is set, the outcome is unknown.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the store, so that another coordinator can open it."""

@@ -23,10 +23,9 @@ from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.memory.saved_files import SavedFiles
 from shardwell_server.shard.process.process_group import STOP_S, ProcessGroup, member_settings
 from shardwell_server.shard.process.registration import Registration, RelayOffer
-from shardwell_server.shard.requests.inspection import ServerProcess
+from shardwell_server.shard.requests.inspection import ServerProcess, server_metrics
 from shardwell_server.shard.requests.peers import GrpcPeers, Owners
 from shardwell_server.shard.requests.relay import Relay
-from shardwell_server.shard.requests.server_metrics import server_metrics
 from shardwell_server.shard.servicer import ShardServicer, offered_transports
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.state.taking_up import recorded_files
