@@ -163,7 +163,7 @@ def train(address: str, run: str, setting: Setting, data: Data, seed: int, num_i
         result.duration_s = num_items * max(setting.item_s)
     reader, model = shardwell.attach(address, run=run), GPT(data.config)
     with reader:
-        reader.follow(model, rename=lambda name: name.removeprefix(f"{UNIT}."))
+        reader.follow(model)
     result.losses.append(evaluate(model, data.held_out))
 
 

@@ -49,8 +49,7 @@ class LiveModel:
     def follow(self) -> int:
         """Loads the newest version; returns it."""
         with self._lock:
-            # `fully_shard` names the parameters outside the blocks after the whole model.
-            self.version = self._reader.follow(self._model, rename=lambda name: name.removeprefix("GPT-0."))
+            self.version = self._reader.follow(self._model)
         return self.version
 
     def write(self, prompt: str, num_tokens: int = 24) -> tuple[int, str]:

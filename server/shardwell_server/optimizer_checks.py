@@ -103,9 +103,9 @@ def check_fit(
     for parameter, group in zip(layout.parameters, groups, strict=True):
         if group >= 0 and not parameter.is_trainable and not layout.holds_buffers:
             raise InvalidRequestError(
-                f"parameter {parameter.name!r} of unit {layout.unit!r} is {parameter.dtype}, which no optimizer "
+                f"parameter {parameter.shown_name!r} of unit {layout.unit!r} is {parameter.dtype}, which no optimizer "
                 "updates",
-                parameter=parameter.name,
+                parameter=parameter.shown_name,
             )
     if runs_on_trainers(optimizer.algorithm):
         return
@@ -117,24 +117,24 @@ def check_fit(
     cut = layout.parameters_cut_at(cuts)
     for index, spec in specs.items():
         parameter = layout.parameters[index]
-        what = f"parameter {parameter.name!r} of unit {layout.unit!r}"
+        what = f"parameter {parameter.shown_name!r} of unit {layout.unit!r}"
         if spec.num_dims not in (None, len(parameter.shape)):
             raise InvalidRequestError(
                 f"{spec.name} takes parameters of {spec.num_dims} dimensions; {what} has shape {parameter.shape}: put "
                 "it into another optimizer, shardwell.optim.Combined([...])",
-                parameter=parameter.name,
+                parameter=parameter.shown_name,
             )
         if parameter.is_part:
             raise InvalidRequestError(
                 f"{spec.name} needs whole tensors, but {what} is a part of {parameter.whole_shape}, which tensor "
                 "parallelism splits: put it into another optimizer, shardwell.optim.Combined([...])",
-                parameter=parameter.name,
+                parameter=parameter.shown_name,
             )
         if index in cut:
             raise InvalidRequestError(
                 f"{spec.name} needs whole tensors, but {what} is cut over several servers: make its unit with "
                 'fully_shard(..., placement="tensor"), in a new run',
-                parameter=parameter.name,
+                parameter=parameter.shown_name,
             )
 
 

@@ -284,7 +284,7 @@ def test_interrupted_run_outlasts_restart_upgrade_and_down() -> None:
     compose("--profile", "train", "stop", "trainer", **run)
     stopped_at = committed_step()
     assert stopped_at < 80
-    parameters = ("blocks.0.mlp.0.weight", "blocks.1.qkv.weight", "GPT-0.position_embedding.weight")
+    parameters = ("blocks.0.mlp.0.weight", "blocks.1.qkv.weight", "position_embedding.weight")
     state = state_of("interrupted", *parameters)
     changes = {
         "restart": (["restart", "coordinator", "shard"], ["up", "--detach", "--wait"]),

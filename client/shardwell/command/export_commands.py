@@ -43,7 +43,7 @@ Writes the committed weights of a run to a new folder during training, without t
 the same version: the shard servers pin a copy of it until it is read. The folder appears complete or not at all,
 even after Ctrl-C or on a full disk.
 
-Parameters have the names of the run. With `auto_wrap` these are the model's names. Tied parameters are stored once.
+Parameters have the names of the model. Tied parameters are stored once.
 Persistent buffers, such as BatchNorm's statistics, are written, too.
 """
 _EXPORT_EPILOG = """\
@@ -62,8 +62,7 @@ _CONVERT_DESCRIPTION = """\
 Converts a checkpoint of a run, with optimizer state, to a torch.distributed.checkpoint, or the other way round.
 
 The torch side has the state dict of FSDP2: {"model": model_state, "optim": optimizer_state} from
-torch.distributed.checkpoint.state_dict.get_state_dict. Names of parameters are those of the model, which the run has
-with `auto_wrap`.
+torch.distributed.checkpoint.state_dict.get_state_dict. Parameters have the names of the model.
 
 A torch checkpoint does not say how a run cuts the model into units. --like names any checkpoint of a run with the same
 model, such as one that session.save_checkpoint(wait=True) has saved before the first step. Units, world and seed are
@@ -113,7 +112,7 @@ def add_digest_parser(subparsers: Subparsers, help_line: str) -> None:
         help_line,
         _digest,
         description="Prints a SHA-256 digest of names, dtypes, shapes and values of all parameters and buffers of one "
-        "version. shardwell.weights_digest(full_state_dict(model)) is the same if the model has the run's names.",
+        "version. shardwell.weights_digest(full_state_dict(model)) is the same.",
         epilog=_DIGEST_EPILOG,
     )
     parser.add_argument("run", metavar="RUN", help="name of the run")

@@ -6,7 +6,7 @@ import argparse
 import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from shardwell.command.output import Answer, add_output_arguments, as_dict, show
 from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.model.layout import UnitLayout, by_any_name, shown_names
 from shardwell_wire.model.names import nearest
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
@@ -170,7 +171,7 @@ def peek(
 
     Args:
         coordinator: The coordinator, which names the servers.
-        request: The parameter and the values to read.
+        request: The parameter, by its name in the model or in the run, and the values to read.
         timeout_s: Deadline of each rpc.
 
     Returns:
@@ -182,6 +183,9 @@ def peek(
     """
     listed = coordinator.call("ListUnits", coordinator_pb2.ListUnitsRequest(run=request.run), timeout_s=timeout_s)
     owners = {shard.server_id: shard.address for unit in listed.units for shard in unit.shards}
+    with suppress(ShardwellError):  # the answers of the servers then say what is missing
+        by_name = by_any_name(_names(coordinator, request.run, timeout_s))
+        request = _changed(request, parameter=by_name.get(request.parameter, request.parameter))
     pieces: list[tables.ParameterPiece] = []
     failed: NotFoundError | UnavailableError | None = None
     for server_id, address in owners.items():
@@ -212,34 +216,43 @@ def _explain_peek(
     timeout_s: float,
 ) -> ShardwellError:
     """Returns the error for a parameter that the servers did not return: its name is wrong, or its shards are gone."""
-    weights = coordinator.call(
-        "DescribeWeights", coordinator_pb2.DescribeWeightsRequest(run=request.run), timeout_s=timeout_s
-    )
-    names = [parameter.name for unit in weights.units for parameter in unit.spec.parameters]
+    names = _names(coordinator, request.run, timeout_s)
     if request.parameter not in names:
+        known = [shown for shown, *_ in names.values()]
         return NotFoundError(
-            f"run {request.run!r} has no parameter {request.parameter!r}, only {nearest(request.parameter, names)}",
+            f"run {request.run!r} has no parameter {request.parameter!r}, only {nearest(request.parameter, known)}",
             parameter=request.parameter,
         )
     stall = coordinator.call("ExplainStall", coordinator_pb2.ExplainStallRequest(run=request.run), timeout_s=timeout_s)
     return type(failed)("; ".join([str(failed), *stall.waiting_for]), **failed.data)
 
 
+def _names(coordinator: CoordinatorClient, run: str, timeout_s: float) -> dict[str, tuple[str, ...]]:
+    """Returns ``shown_names`` of a run."""
+    request = coordinator_pb2.DescribeWeightsRequest(run=run)
+    weights = coordinator.call("DescribeWeights", request, timeout_s=timeout_s)
+    return shown_names(UnitLayout.from_proto(unit.spec) for unit in weights.units)
+
+
 def _peek_at(
     server_id: str, server: ServiceClient, request: shard_pb2.PeekRequest, timeout_s: float, **changed: str | int
 ) -> shard_pb2.PeekResponse:
     """Reads a parameter from one server. ``changed`` has the fields of the request that have other values."""
-    sent = shard_pb2.PeekRequest()
-    sent.CopyFrom(request)
-    for name, value in changed.items():
-        setattr(sent, name, value)
     try:
-        response: shard_pb2.PeekResponse = server.call("Peek", sent, timeout_s=timeout_s)
+        response: shard_pb2.PeekResponse = server.call("Peek", _changed(request, **changed), timeout_s=timeout_s)
     except UnavailableError as error:
         raise UnavailableError(
             f"{server_id} at {server.address} cannot be reached from this host: {error}", server=server_id
         ) from error
     return response
+
+
+def _changed(request: shard_pb2.PeekRequest, **changed: str | int) -> shard_pb2.PeekRequest:
+    copy = shard_pb2.PeekRequest()
+    copy.CopyFrom(request)
+    for name, value in changed.items():
+        setattr(copy, name, value)
+    return copy
 
 
 def _delete_run(arguments: argparse.Namespace, coordinator: CoordinatorClient) -> Answer:

@@ -89,9 +89,9 @@ def fully_shard(
         replica: With ``ShardingStrategy.NO_SHARD``: how gradients are pushed.
         mp_policy: The dtypes to compute in; the values on the servers keep their dtype.
         ignored_params: Parameters to leave alone.
-        name: The unit's name in the run, under which parameters are inspected. The default is the class and a number,
-            such as ``Block-0``. ``auto_wrap`` uses the names in the model. Required in a run with several pipeline
-            stages.
+        name: The unit's name in the run. The default is the class and a number, such as ``Block-0``. ``auto_wrap`` uses
+            the names in the model. Required in a run with several pipeline stages. Parameters are inspected by their
+            names in the module of the outermost call.
         placement: How the unit is divided among servers. ``flat``: evenly. ``tensor``: between parameters, for
             optimizers that need whole tensors, such as ``Muon``.
         source: Source of the values that a new run starts with: ``shardwell.from_safetensors(model, path)``,

@@ -218,7 +218,7 @@ class GradientCoverage:
 
     def _log_unused(self, unit: Unit, used: frozenset[int]) -> None:
         names = [
-            parameter.name
+            parameter.shown_name
             for index, parameter in enumerate(unit.layout.parameters)
             if index not in used and unit.parameters[index].requires_grad
         ]
@@ -229,7 +229,7 @@ class GradientCoverage:
 
 def _not_static(unit: Unit, changed: frozenset[int], used: frozenset[int]) -> UsageError:
     changes = ", ".join(
-        f"{unit.layout.parameters[index].name!r} {'got a' if index in used else 'got no'} gradient"
+        f"{unit.layout.parameters[index].shown_name!r} {'got a' if index in used else 'got no'} gradient"
         for index in sorted(changed)
     )
     return UsageError(

@@ -214,6 +214,9 @@ def tie_of(sites: Iterable[Site]) -> StageTie | None:
     return None
 
 
+NAMES_IN_MODEL = "_shardwell_names_in_model"
+"""Attribute of a pipeline stage: all names of each parameter and persistent buffer of the whole model, by each name."""
+
 InitFunction = Callable[[nn.Module], object]
 """Initialises a module's own parameters and buffers in place."""
 

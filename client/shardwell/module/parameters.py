@@ -81,7 +81,7 @@ class UnitParameters:
     """
 
     def __init__(self, layout: UnitLayout, found: Sequence[FoundParameter]) -> None:
-        self._layout = layout
+        self.layout = layout
         parameters = [entry.parameter for entry in found]
         # A unit stores the local part of a DTensor, so sharding and tensor parallelism are independent.
         self._locals = [local_part(parameter) for parameter in parameters]
@@ -200,7 +200,7 @@ class UnitParameters:
         """Raises UsageError if a module holds another parameter than the one that was sharded."""
         for attributes, name, held, index in self._holders:
             if attributes.get(name) is not held:
-                unit, parameter = self._layout.unit, self._layout.parameters[index].name
+                unit, parameter = self.layout.unit, self.layout.parameters[index].shown_name
                 raise UsageError(
                     f"parameter {parameter!r} of unit {unit!r} was replaced or removed after fully_shard (by an "
                     "assignment, load_state_dict(assign=True) or functional_call), but the shard servers still have "
@@ -305,7 +305,7 @@ class ParameterOwner(Protocol):
 
     @property
     def name(self) -> str:
-        """The parameter's name in the run."""
+        """The parameter's name for messages."""
         ...
 
     @property

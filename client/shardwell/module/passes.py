@@ -471,13 +471,13 @@ class ForwardBackward:
 
 def raise_written(unit: Unit, name: str) -> None:
     """Raises UsageError because a parameter was written in place."""
-    frozen = unit.layout.parameters[unit.layout.index_by_name[name]].frozen
-    ignored = ", or pass this one as ignored_params, which keeps it in this trainer" if frozen else ""
+    written = unit.layout.parameters[unit.layout.index_by_name[name]]
+    ignored = ", or pass this one as ignored_params, which keeps it in this trainer" if written.frozen else ""
     raise UsageError(
-        f"parameter {name!r} of unit {unit.name!r} was written in place. The values are stored on the shard servers, "
-        f"so the write is lost: change parameters before fully_shard{ignored}",
+        f"parameter {written.shown_name!r} of unit {unit.name!r} was written in place. The values are stored on the "
+        f"shard servers, so the write is lost: change parameters before fully_shard{ignored}",
         unit=unit.name,
-        parameter=name,
+        parameter=written.shown_name,
     )
 
 

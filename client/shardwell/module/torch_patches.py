@@ -309,7 +309,7 @@ def _explain(error: BaseException, units: Sequence[Unit]) -> UsageError | None:
         for unit in units:
             for index, parameter in enumerate(unit.parameters):
                 if parameter._version == now:
-                    return _freed(unit.name, unit.layout.parameters[index].name)
+                    return _freed(unit.name, unit.layout.parameters[index].shown_name)
         return _freed(None, None)
     if now >= FIRST_VERSION and expected >= FIRST_VERSION:
         return UsageError(

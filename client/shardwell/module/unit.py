@@ -668,8 +668,8 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """The parameter's name in the run."""
-        return self.unit.layout.parameters[self.index].name
+        """The parameter's name for messages."""
+        return self.unit.layout.parameters[self.index].shown_name
 
     @property
     def unit_name(self) -> str:

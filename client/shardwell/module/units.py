@@ -158,6 +158,16 @@ class Units:
             unit.settings.drop_prefetch(removed)
         self._set_outermost([unit for unit in self._outermost if unit is not removed])
 
+    def set_model_names(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Makes errors show the names in the model.
+
+        Args:
+            names: ``Parameter.model_names`` by the names in the run, where they differ.
+        """
+        for unit in self:
+            present = {parameter.name: names.get(parameter.name, ()) for parameter in unit.layout.parameters}
+            unit.layout = unit.held.layout = unit.layout.named(present)
+
     def forget_module(self, module: nn.Module) -> None:
         """Removes a module that is not sharded any more."""
         self.named_modules = [(prefix, other) for prefix, other in self.named_modules if other is not module]

@@ -18,14 +18,13 @@ from torch.func import functional_call
 
 from shardwell.grid.parallel_plan import descriptions
 from shardwell.module.fully_shard import ShardedModule
-from shardwell.module.new_units import mark_ties
+from shardwell.module.new_units import NAMES_IN_MODEL, mark_ties
 from shardwell.parallel.description import ActivationShape, ModelDescription, StageDescription
 from shardwell.parallel.forward_records import Record
 from shardwell.parallel.micro_batches import sends_parts, sequence_parts
 from shardwell.parallel.outline import Outline, find_parts, stage_examples
 from shardwell.parallel.stage_modules import make_stage
 from shardwell.parallel.transformer import find_blocks, list_layers
-from shardwell.weights.weight_files import NAMES_IN_MODEL
 from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from shardwell.session.memory_report import MemoryReport, measure
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.step.step_commit import StepCommitter
 from shardwell.step.step_state import StepState
+from shardwell.store.model_names import model_names
 from shardwell.store.run_store import RunStore
 from shardwell.training.step_in_flight import StepInFlight
 from shardwell.training.training import Training
@@ -374,10 +375,17 @@ class Session:
         return self._training.tracked.has_owner(optimizer)
 
     def declare_buffers(self) -> None:
-        """Declares the buffers of the complete model. The run starts with rank 0's values, which all others load."""
+        """Declares the buffers of the complete model, and the names in it of everything that the run stores.
+
+        The run starts with rank 0's buffers, which all others load.
+        """
         guards.check_batch_norm([module for _, module in self.units.named_modules], self)
         buffers = self._training.buffers
         self.store.outlasting_lapses(lambda: buffers.declare(self._state.number, has_work=bool(self._state.items)))
+        names = model_names(self.units)
+        buffers.model_names = names
+        self.units.set_model_names(names)
+        self.store.set_model_names(names)
 
     # ---- inspection ----
 

@@ -356,6 +356,8 @@ class RunBuffers:
         self._modules, self._store, self._place = modules, store, place
         self.by_name: dict[str, RunBuffer] = {}
         """The declared buffers. Empty: the model has none."""
+        self.model_names: Mapping[str, tuple[str, ...]] = {}
+        """Their names in the model for messages, where these differ."""
         self._unit_count = 0
         self._changed_in = _versions(state)
         self._version: int | None = None
@@ -505,10 +507,11 @@ class RunBuffers:
         live = self._checked()
         for name, buffer in self.by_name.items():
             if digest_of(live[name]) != buffer.present.digest:
+                shown = self._shown(name)
                 raise UsageError(
-                    f"buffer {name!r} was changed after the work of step {step} was finished and before its commit: "
+                    f"buffer {shown!r} was changed after the work of step {step} was finished and before its commit: "
                     "change it in the loop over step.batches, or after optimizer.step()",
-                    buffer=name,
+                    buffer=shown,
                 )
         self._undisturbed = True
 
@@ -587,6 +590,9 @@ class RunBuffers:
 
     # ---- the model ----
 
+    def _shown(self, name: str) -> str:
+        return self.model_names.get(name, (name,))[0]
+
     def _checked(self) -> dict[str, torch.Tensor]:
         """Returns the model's buffers by name.
 
@@ -597,13 +603,14 @@ class RunBuffers:
         for name, buffer in self.by_name.items():
             found = live.get(name)
             if found is None or not buffer.matches(found):
+                shown = self._shown(name)
                 now = "has no such buffer now" if found is None else f"now has {describe(found.describe())}"
                 raise UsageError(
-                    f"buffer {name!r} was {describe(buffer.described)} when the optimizer was made, but the model "
+                    f"buffer {shown!r} was {describe(buffer.described)} when the optimizer was made, but the model "
                     f"{now}: a buffer of a run keeps its shape, its dtype and its other names. If its first forward "
                     "gives it its shape, as for observers of quantization, run one forward of the model before the "
                     "optimizer is made. Register it with persistent=False if it is no part of the run's state",
-                    buffer=name,
+                    buffer=shown,
                 )
         if len(live) > len(self.by_name):
             _reject_new(live.values(), self.by_name)

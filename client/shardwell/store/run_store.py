@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -83,6 +83,8 @@ class RunStore:
         self._start_error_feedback()
         self._declarations = UnitDeclarations(membership, self._servers, config.waits.wait_limit_s)
         self._must_check_model = state.number > 0
+        self._model_names: dict[str, tuple[str, ...]] = {}
+        """The names in the model that the run was told. Empty: those in the run."""
         self._relay = HostRelay(membership, config)
         self._mappings = ShardMappings(membership, config, self._relay, self._deltas)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
@@ -213,6 +215,18 @@ class RunStore:
             return unit.index
 
         return self.outlasting_lapses(declare)
+
+    def set_model_names(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Tells the run the names in the model of its parameters and buffers, if they have changed.
+
+        Args:
+            names: See ``model_names``.
+        """
+        new = {**dict.fromkeys(self._model_names, ()), **names}
+        if self._units and new != self._model_names:
+            layout = next(iter(self._units.values())).layout
+            self.outlasting_lapses(lambda: self._declarations.set_model_names(layout, new, self._state.number))
+            self._model_names = new
 
     def outlasting_lapses(self, action: Callable[[], Result]) -> Result:
         """Runs an action outside of a step's work. Repeats it after this trainer has joined the run again.

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -230,9 +230,26 @@ class UnitDeclarations:
         at = next((each.coordinates for each in self._membership.rank_assignments), common_pb2.Coordinates())
         return at.pp_rank in (unit.pp_ranks or [0]) and (not unit.HasField("tp_rank") or unit.tp_rank == at.tp_rank)
 
-    def _declare(self, layout: UnitLayout, step: int) -> coordinator_pb2.DeclareUnitResponse:
+    def set_model_names(self, layout: UnitLayout, names: Mapping[str, tuple[str, ...]], step: int) -> None:
+        """Tells the run the names in the model of its parameters and buffers, by their names in the run.
+
+        Args:
+            layout: Layout of any declared unit.
+            names: See ``Parameter.model_names``.
+            step: The step in flight.
+        """
+        self._declare(layout, step, names)
+
+    def _declare(
+        self, layout: UnitLayout, step: int, names: Mapping[str, tuple[str, ...]] | None = None
+    ) -> coordinator_pb2.DeclareUnitResponse:
         request = coordinator_pb2.DeclareUnitRequest(
-            context=self._membership.context(step), trainer=self._membership.trainer, unit=layout.to_proto()
+            context=self._membership.context(step),
+            trainer=self._membership.trainer,
+            unit=layout.to_proto(),
+            names_in_model=[
+                coordinator_pb2.NamesInModel(name=name, model_names=found) for name, found in (names or {}).items()
+            ],
         )
         response: coordinator_pb2.DeclareUnitResponse = self._membership.call("DeclareUnit", request)
         return response

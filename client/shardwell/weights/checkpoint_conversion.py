@@ -164,7 +164,7 @@ def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note:
         name: parameter
         for unit in checkpoint.manifest.units
         for parameter in unit.parameters
-        for name in (parameter.name, *parameter.aliases)
+        for name in checkpoint.names[parameter.name]
     }
     model = {
         name: torch.empty(parameter.box.whole, dtype=getattr(torch, parameter.dtype), device="meta")
@@ -178,7 +178,7 @@ def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note:
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in names.items():
-            yield f"model.{name}", _noted(checkpoint.read(parameter.name), note)
+            yield f"model.{name}", _noted(checkpoint.read(checkpoint.names[parameter.name][0]), note)
         for name, tensors in states.items():
             for each in tensors:
                 yield f"optim.state.{name}.{each}", _noted(checkpoint.read(name, each), note)
@@ -208,8 +208,9 @@ def _torch_groups(checkpoint: CheckpointReader) -> list[dict[str, Any]]:
     layouts = checkpoint.manifest.units
     for unit in optimizer.units:
         for parameter, index in zip(layouts[unit.unit_index].parameters, unit.group_indices, strict=True):
-            if index >= 0 and parameter.name not in groups[index]["params"]:  # another part may have come before
-                groups[index]["params"].append(parameter.name)
+            name = checkpoint.names[parameter.name][0]
+            if index >= 0 and name not in groups[index]["params"]:  # another part may have come before
+                groups[index]["params"].append(name)
     return groups
 
 
@@ -348,10 +349,11 @@ class _TorchCheckpoint:
             described = self._reader.tensors.get(path) if path is not None else None
             dtype = getattr(torch, parameter.dtype)
             if described is None:
-                problems.append(f"{parameter.name!r} is missing")
+                problems.append(f"{self._name(parameter)!r} is missing")
             elif (described.shape, described.dtype) != (parameter.box.whole, dtype):
                 problems.append(
-                    f"{parameter.name!r} is {described.dtype} {described.shape}, expected {dtype} {parameter.box.whole}"
+                    f"{self._name(parameter)!r} is {described.dtype} {described.shape}, expected {dtype} "
+                    f"{parameter.box.whole}"
                 )
         if problems:
             raise UsageError(
@@ -360,8 +362,11 @@ class _TorchCheckpoint:
             )
 
     def _path_of(self, parameter: Parameter) -> EntryPath | None:
-        names = (parameter.name, *parameter.aliases)
+        names = self._like.names[parameter.name]
         return next((self._model[name] for name in names if name in self._model), None)
+
+    def _name(self, parameter: Parameter) -> str:
+        return self._like.names[parameter.name][0]
 
     def newest_step(self) -> int:
         """Returns the largest number of updates in the optimizer's state."""
@@ -386,10 +391,11 @@ class _TorchCheckpoint:
                 Piece(parameter.key, VALUES, 0, numel, parameter.dtype, (numel,)),
                 lambda path=path, parameter=parameter: self._reader.tensor(path)[parameter.box.slices],  # type: ignore[misc]
             )
-            for name, entry in self.states.get(parameter.name, {}).items():
+            for name, entry in self.states.get(self._name(parameter), {}).items():
                 if name not in known:
                     raise UsageError(
-                        f"{algorithm!r} has no state {name!r}, which {self._reader.folder} has of {parameter.name!r}"
+                        f"{algorithm!r} has no state {name!r}, which {self._reader.folder} has of "
+                        f"{self._name(parameter)!r}"
                     )
                 yield self._state_piece(parameter, known[name], entry)
 
@@ -404,13 +410,13 @@ class _TorchCheckpoint:
         is_elements = spec.shape in (StateShape.PARAMETER, StateShape.VECTOR)
         if dtype != parameter.dtype or (is_elements and described.shape != parameter.box.whole):
             raise UsageError(
-                f"{spec.name!r} of {parameter.name!r} is {described.dtype} {described.shape}, expected "
+                f"{spec.name!r} of {self._name(parameter)!r} is {described.dtype} {described.shape}, expected "
                 f"{parameter.dtype} {parameter.box.whole}"
             )
         if parameter.is_part and not is_elements:
             raise UsageError(
-                f"{spec.name!r} of {parameter.name!r} has shape {described.shape} and cannot be divided among the "
-                "tensor-parallel ranks of the run: convert it for a run with tp=1"
+                f"{spec.name!r} of {self._name(parameter)!r} has shape {described.shape} and cannot be divided among "
+                "the tensor-parallel ranks of the run: convert it for a run with tp=1"
             )
         shape = (parameter.numel,) if is_elements else described.shape
         kind: PieceKind = "elements" if is_elements else "whole"
@@ -420,7 +426,7 @@ class _TorchCheckpoint:
 
     def part(self, parameter: Parameter, algorithm: str | None, step: int) -> Part:
         """Returns what the new file says about a parameter's updates."""
-        key, numel, state = parameter.key, parameter.numel, self.states.get(parameter.name, {})
+        key, numel, state = parameter.key, parameter.numel, self.states.get(self._name(parameter), {})
         if not state or algorithm is None:
             return Part(key, 0, numel)
         return Part(key, 0, numel, algorithm, int(self._number(state["step"])) if "step" in state else step)
@@ -435,7 +441,7 @@ class _TorchCheckpoint:
         units = [
             common_pb2.UnitGroups(
                 unit_index=index,
-                group_indices=[group_of.get(parameter.name, NO_GROUP) for parameter in unit.parameters],
+                group_indices=[group_of.get(self._name(parameter), NO_GROUP) for parameter in unit.parameters],
             )
             for index, unit in enumerate(self._like.manifest.units)
             if not unit.holds_buffers

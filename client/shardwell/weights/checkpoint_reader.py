@@ -22,7 +22,7 @@ from shardwell_wire.checkpoints.manifest import Manifest
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
 from shardwell_wire.errors import CorruptDataError, NotFoundError
-from shardwell_wire.model.layout import Parameter
+from shardwell_wire.model.layout import Parameter, by_any_name, shown_names
 
 _NO_OPTIMIZER_STATE = (VALUES, AVERAGE, KEPT_GRADIENT, RESIDUAL)
 
@@ -59,8 +59,11 @@ class CheckpointReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self.names: Mapping[str, tuple[str, ...]] = shown_names(self.manifest.units)
+        """All names of each parameter and buffer, by its name in the run."""
+        self._name_in_run = by_any_name(self.names)
         self._parts: dict[str, list[Parameter]] = {}
-        """Entries of each parameter or buffer by name: one, or the parts that have elements."""
+        """Entries of each parameter or buffer by its name in the run: one, or the parts that have elements."""
         for unit in self.manifest.units:
             for parameter in unit.parameters:
                 if parameter.numel or not parameter.is_part:
@@ -98,7 +101,7 @@ class CheckpointReader:
 
     def _shapes(self, *, holds_buffers: bool) -> dict[str, tuple[int, ...]]:
         units = [unit for unit in self.manifest.units if unit.holds_buffers == holds_buffers]
-        return {parameter.name: parameter.box.whole for unit in units for parameter in unit.parameters}
+        return {self.names[each.name][0]: each.box.whole for unit in units for each in unit.parameters}
 
     def states(self, name: str) -> Sequence[str]:
         """Returns what is stored of a parameter, such as ``values``, ``ema`` and ``exp_avg``, sorted.
@@ -109,8 +112,8 @@ class CheckpointReader:
 
     def _entries(self, name: str) -> Sequence[Parameter]:
         """Returns the entries of a parameter. A key, such as ``NAME@0,8``, names one part."""
-        if name in self._parts:
-            return self._parts[name]
+        if (name_in_run := self._name_in_run.get(name)) in self._parts:
+            return self._parts[name_in_run]
         if name in self._checkpoint.parameters:
             return [self._checkpoint.parameters[name]]
         raise NotFoundError(f"{self.url} has no parameter or buffer {name!r}", parameter=name)
@@ -129,8 +132,8 @@ class CheckpointReader:
         """Reads values or state of a parameter or buffer, joined over all files and all parts.
 
         Args:
-            name: Name of the parameter or buffer in the run. ``NAME@OFFSET,OFFSET`` is one part of a parameter that
-                tensor parallelism splits.
+            name: Name of the parameter or buffer, in the model or in the run. ``NAME@OFFSET,OFFSET`` is one part of a
+                parameter that tensor parallelism splits, with its name in the run.
             state: ``values``, ``ema``, or a name from ``states``.
             start: First element of the flattened parameter. None: the first.
             stop: End of the elements, exclusive. None: the end.
@@ -146,7 +149,8 @@ class CheckpointReader:
                 a state of its own.
         """
         entries, stored_states = self._entries(name), self.states(name)
-        shape = entries[0].box.whole if name == entries[0].name else entries[0].shape
+        is_part = entries[0].is_part and name == entries[0].key
+        shape = entries[0].shape if is_part else entries[0].box.whole
         numel = math.prod(shape)
         first, last = 0 if start is None else start, numel if stop is None else stop
         if not 0 <= first <= last <= numel:
@@ -162,7 +166,7 @@ class CheckpointReader:
             self._require_common(name, entries, some[0].piece)
             return _tensor(self._checkpoint.read(some[0]), some[0].piece.dtype).view(some[0].piece.shape)
         dtype = some[0].piece.dtype if some else entries[0].dtype
-        if name != entries[0].name or not entries[0].is_part:
+        if is_part or not entries[0].is_part:
             flat = self._read_elements(entries[0].key, state, first, last, dtype)
         else:
             flat = self._join(entries, state, dtype).view(-1)[first:last]
@@ -229,9 +233,8 @@ class CheckpointReader:
         Args:
             ema: Return moving averages instead of values where there are any.
         """
-        return {
-            name: self.read(name, AVERAGE if ema and AVERAGE in self.states(name) else VALUES) for name in self._parts
-        }
+        names = [self.names[name][0] for name in self._parts]
+        return {name: self.read(name, AVERAGE if ema and AVERAGE in self.states(name) else VALUES) for name in names}
 
 
 def _tensor(data: bytearray, dtype: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from shardwell_wire.encoding.chunk_streams import memory_at
 def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     """Returns a SHA-256 digest of names, dtypes, shapes and values of tensors, as hexadecimal text.
 
-    ``Reader.digest`` returns the same digest for a version of a run, if the names are those of the run.
+    ``Reader.digest`` returns the same digest for a version of a run.
 
     Args:
         weights: Tensors by name, such as those of ``full_state_dict``. Any order, devices and strides.

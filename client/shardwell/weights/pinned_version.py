@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     VersionGoneError,
 )
-from shardwell_wire.model.layout import Parameter, UnitLayout
+from shardwell_wire.model.layout import Parameter, UnitLayout, shown_names
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -131,14 +131,16 @@ class StoredParameter:
     """A parameter or buffer as the run stores it, in one part or several."""
 
     name: str
-    """Name in the run, which is the name in the model if ``auto_wrap`` sharded the whole model."""
+    """Name in the model if the run knows it (see ``shown_names``), else in the run."""
+    aliases: tuple[str, ...]
+    """Other names of the same tied parameter."""
     parts: tuple[StoredPart, ...]
     """Its parts, in the order of the units. They do not overlap."""
 
     @property
-    def aliases(self) -> tuple[str, ...]:
-        """Other names of the same tied parameter."""
-        return self.parts[0].described.aliases
+    def names_in_run(self) -> tuple[str, ...]:
+        """The names under which the run stores the parameter, which begin with the name of a ``fully_shard`` call."""
+        return self.parts[0].described.name, *self.parts[0].described.aliases
 
     @property
     def meta(self) -> torch.Tensor:
@@ -173,8 +175,9 @@ class PinnedVersion:
         units = [PlacedUnit.from_proto(unit) for unit in weights.units]
         self.units = {unit.layout.unit: unit for unit in units}
         """The units by name."""
-        self.parameters = _stored(unit for unit in units if not unit.layout.holds_buffers)
-        self.buffers = _stored(unit for unit in units if unit.layout.holds_buffers)
+        names = shown_names(unit.layout for unit in units)
+        self.parameters = _stored((unit for unit in units if not unit.layout.holds_buffers), names)
+        self.buffers = _stored((unit for unit in units if unit.layout.holds_buffers), names)
 
     def changed_at(self, unit: PlacedUnit) -> int:
         """Returns the newest version, up to this one, that may have changed a value of a unit."""
@@ -214,8 +217,12 @@ class PinnedVersion:
             ) from error
 
 
-def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
+def _stored(units: Iterable[PlacedUnit], names: Mapping[str, tuple[str, ...]]) -> Sequence[StoredParameter]:
     """Returns the parameters of units, in the order of their first parts.
+
+    Args:
+        units: The units.
+        names: See ``shown_names``.
 
     Raises:
         StepStateError: A part of a parameter is missing, or several units store a parameter.
@@ -239,7 +246,7 @@ def _stored(units: Iterable[PlacedUnit]) -> Sequence[StoredParameter]:
                 "tensor-parallel rank have not declared their part yet. Try again when training has started",
                 parameter=name,
             )
-    return [StoredParameter(name, tuple(found)) for name, found in parts.items()]
+    return [StoredParameter(names[name][0], names[name][1:], tuple(found)) for name, found in parts.items()]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import socket
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
@@ -152,7 +152,7 @@ class Reader:
             self._report.version = pinned.version
 
     def digest(self, version: int | str | None = None) -> str:
-        """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the run.
+        """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the model.
 
         Reads the whole version, one unit at a time. Raises as ``pin``.
 
@@ -170,10 +170,10 @@ class Reader:
         of the changed units.
 
         Args:
-            model: A model on any device. Its parameters and persistent buffers have the run's names, which are the
-                model's names if ``auto_wrap`` sharded the whole model.
-            rename: Maps names in the run to names in the model, or to None to skip a tensor. ``fully_shard`` puts the
-                name of the unit before the names in its module.
+            model: A model on any device, with the names of the model that is trained: those in the module of the
+                outermost ``fully_shard`` or ``auto_wrap`` call.
+            rename: Maps these names to names in ``model``, or to None to skip a tensor. If the run has several
+                outermost modules, their names begin with the names of their calls, such as ``Generator-0.``.
             cast: Whether to convert to floating-point dtypes of the model that differ from the run's.
 
         Returns:
@@ -312,13 +312,27 @@ def _targets(
     Raises:
         UsageError: Names, shapes or dtypes differ.
     """
-    tensors, pairs, unknown, differing, found = _named_tensors(model), [], [], [], set[str]()
+    tensors, stored = _named_tensors(model), [*pinned.parameters, *pinned.buffers]
+    pairs, problems = _paired(tensors, [(each, map(rename, (each.name, *each.aliases))) for each in stored], cast=cast)
+    if problems:  # `rename` may be for the names in the run, which readers had before they had those in the model
+        by_run, others = _paired(tensors, [(each, map(rename, each.names_in_run)) for each in stored], cast=cast)
+        if not others:
+            return by_run
+        raise UsageError(f"the model does not fit run {pinned.run!r}: {problems}")
+    return pairs
+
+
+def _paired(
+    tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[StoredParameter, Iterable[str | None]]], *, cast: bool
+) -> tuple[list[tuple[StoredParameter, torch.Tensor]], str]:
+    """Pairs what a run stores with the tensors of a model. Returns the pairs, and what differs, or an empty text."""
+    pairs, unknown, differing, found = [], [], [], set[str]()
     sources = dict[int, StoredParameter]()
-    for stored in (*pinned.parameters, *pinned.buffers):
-        wanted = [name for name in map(rename, (stored.name, *stored.aliases)) if name is not None]
-        names = [name for name in wanted if name in tensors]
+    for stored, renamed in wanted:
+        known = [name for name in renamed if name is not None]
+        names = [name for name in known if name in tensors]
         found.update(names)
-        if wanted and not names:
+        if known and not names:
             unknown.append(repr(stored.name))
         for tensor in {id(tensors[name]): tensors[name] for name in names}.values():
             pairs.append((stored, tensor))
@@ -332,10 +346,8 @@ def _targets(
         *([f"the run lacks {listed(missing)}"] if missing else []),
         *([listed(differing)] if differing else []),
     ]
-    if problems:
-        advice = ". To use other names than the run's, pass rename=" if unknown and missing else ""
-        raise UsageError(f"the model does not fit run {pinned.run!r}: {'; '.join(problems)}{advice}")
-    return pairs
+    advice = ". To use other names than the run's, pass rename=" if unknown and missing else ""
+    return pairs, "; ".join(problems) + advice
 
 
 def _separate(first: str, second: str) -> str:

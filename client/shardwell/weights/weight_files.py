@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwell.module.mixed_precision import local_box, local_part
-from shardwell.module.new_units import InitFunction
+from shardwell.module.new_units import NAMES_IN_MODEL, InitFunction
 from shardwell.module.parameter_store import InitialValues
 from shardwell.module.parameters import FoundParameter, Site
 from shardwell.module.unit import owner_of
@@ -41,9 +41,6 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 WINDOW_BYTES = 4 << 20
 """Bytes of a tensor that are in memory at a time, per upload."""
-
-NAMES_IN_MODEL = "_shardwell_names_in_model"
-"""Attribute of a pipeline stage: all names of each parameter and persistent buffer of the whole model, by each name."""
 
 _EXPORTED_FILE = re.compile(rf"model-\d{{5}}-of-\d{{5}}\.safetensors|{re.escape(SINGLE_NAME)}|{re.escape(INDEX_NAME)}")
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -214,7 +214,7 @@ class Parameter:
     """One parameter or buffer as declared, or a part of a parameter that tensor parallelism splits."""
 
     name: str
-    """Name in the model. All parts of a parameter have the same name."""
+    """Name in the run. All parts of a parameter have the same name."""
     shape: tuple[int, ...]
     """Shape of what is stored: of the parameter, or of its part."""
     dtype: str
@@ -227,6 +227,8 @@ class Parameter:
     """For a part: first index along each dim. Otherwise empty."""
     frozen: bool = field(default=False, compare=False)
     """True if the trainer that declares the parameter does not train it. Its initial values may be NaN or infinite."""
+    model_names: tuple[str, ...] = field(default=(), compare=False)
+    """Names in the model, the first one first. Empty: not known, or ``name`` and ``aliases``. See ``shown_names``."""
 
     @property
     def is_trainable(self) -> bool:
@@ -244,6 +246,11 @@ class Parameter:
         if self.is_part:
             return Box(self.whole_shape, self.offsets, self.shape)
         return Box(self.shape, (0,) * len(self.shape), self.shape)
+
+    @property
+    def shown_name(self) -> str:
+        """The name for messages: that in the model, if it is known."""
+        return self.model_names[0] if self.model_names else self.name
 
     @property
     def key(self) -> str:
@@ -444,6 +451,13 @@ class UnitLayout:
             for start, parameter in zip(self.starts, self.parameters, strict=True)
         ]
 
+    def named(self, names: Mapping[str, tuple[str, ...]]) -> UnitLayout:
+        """Returns the layout with other ``model_names``, by the names in the run; itself if nothing changes."""
+        if all(names.get(p.name, p.model_names) == p.model_names for p in self.parameters):
+            return self
+        parameters = tuple(replace(p, model_names=names.get(p.name, p.model_names)) for p in self.parameters)
+        return replace(self, parameters=parameters)
+
     def segments(self, start_bytes: int, stop_bytes: int) -> list[Segment]:
         """Returns the parts of parameters inside ``[start_bytes, stop_bytes)``, in layout order.
 
@@ -491,6 +505,7 @@ class UnitLayout:
                     aliases=p.aliases,
                     whole_shape=p.whole_shape,
                     offsets=p.offsets,
+                    model_names=p.model_names,
                 )
                 for p in self.parameters
             ],
@@ -512,6 +527,7 @@ class UnitLayout:
                 tuple(p.aliases),
                 tuple(p.whole_shape),
                 tuple(p.offsets),
+                model_names=tuple(p.model_names),
             )
             for p in spec.parameters
         )
@@ -520,6 +536,29 @@ class UnitLayout:
         return cls(
             spec.name, tuple(parameters), placement, kind, spec.tp_rank, tuple(spec.pp_ranks) or (0,), spec.cp or 1
         )
+
+
+def shown_names(units: Iterable[UnitLayout]) -> dict[str, tuple[str, ...]]:
+    """Returns the names that users see of a run's parameters and buffers, by their names in the run.
+
+    The first one is the name, the others are those of a tied tensor. They are the names in the model as far as these
+    are known. If that gives two tensors the same name, all have their names in the run.
+
+    Args:
+        units: All units of the run.
+    """
+    in_run, shown = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    for parameter in (parameter for unit in units for parameter in unit.parameters):
+        in_run[parameter.name] = (parameter.name, *parameter.aliases)
+        if parameter.model_names or parameter.name not in shown:
+            shown[parameter.name] = parameter.model_names or in_run[parameter.name]
+    all_names = [name for names in shown.values() for name in names]
+    return shown if len(set(all_names)) == len(all_names) else in_run
+
+
+def by_any_name(names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Returns the name in the run by every name that a user may write, for the result of ``shown_names``."""
+    return {**{name: name for name in names}, **{each: name for name, shown in names.items() for each in shown}}
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:

@@ -101,6 +101,9 @@ _BY_MESSAGE_AND_FIELD: dict[tuple[str, str], _Check] = {
     ("UnitSpec", "name"): check_path,
     ("ParameterSpec", "name"): check_path,
     ("ParameterSpec", "aliases"): check_path,
+    ("ParameterSpec", "model_names"): check_path,
+    ("NamesInModel", "name"): check_path,
+    ("NamesInModel", "model_names"): check_path,
     ("ExchangeAddressRequest", "name"): check_name,
 }
 

@@ -423,6 +423,7 @@ class ParameterSpec(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     WHOLE_SHAPE_FIELD_NUMBER: builtins.int
     OFFSETS_FIELD_NUMBER: builtins.int
+    MODEL_NAMES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Fully qualified name, unique in the run. All parts of a parameter have the same name."""
     dtype: global___Dtype.ValueType
@@ -445,6 +446,12 @@ class ParameterSpec(google.protobuf.message.Message):
     def offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """For a part: its first index along each dim of the whole parameter. As many as in whole_shape."""
 
+    @property
+    def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names in the model, the first one first. They do not count when declarations are compared. Empty: not known, or those
+        above.
+        """
+
     def __init__(
         self,
         *,
@@ -454,8 +461,9 @@ class ParameterSpec(google.protobuf.message.Message):
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
         whole_shape: collections.abc.Iterable[builtins.int] | None = ...,
         offsets: collections.abc.Iterable[builtins.int] | None = ...,
+        model_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "name", b"name", "offsets", b"offsets", "shape", b"shape", "whole_shape", b"whole_shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "model_names", b"model_names", "name", b"name", "offsets", b"offsets", "shape", b"shape", "whole_shape", b"whole_shape"]) -> None: ...
 
 global___ParameterSpec = ParameterSpec
 

@@ -1817,12 +1817,37 @@ class LeaveResponse(google.protobuf.message.Message):
 global___LeaveResponse = LeaveResponse
 
 @typing.final
+class NamesInModel(google.protobuf.message.Message):
+    """The names of a parameter or buffer in the model."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MODEL_NAMES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name in the run."""
+    @property
+    def model_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """See ParameterSpec.model_names."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        model_names: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model_names", b"model_names", "name", b"name"]) -> None: ...
+
+global___NamesInModel = NamesInModel
+
+@typing.final
 class DeclareUnitRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONTEXT_FIELD_NUMBER: builtins.int
     TRAINER_FIELD_NUMBER: builtins.int
     UNIT_FIELD_NUMBER: builtins.int
+    NAMES_IN_MODEL_FIELD_NUMBER: builtins.int
     trainer: builtins.str
     """Name of the trainer."""
     @property
@@ -1833,15 +1858,20 @@ class DeclareUnitRequest(google.protobuf.message.Message):
     def unit(self) -> shardwell_wire.v1.common_pb2.UnitSpec:
         """The unit. All trainers must declare the same."""
 
+    @property
+    def names_in_model(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamesInModel]:
+        """New names in the model of parameters and buffers of any declared units. All others keep theirs."""
+
     def __init__(
         self,
         *,
         context: shardwell_wire.v1.common_pb2.RequestContext | None = ...,
         trainer: builtins.str = ...,
         unit: shardwell_wire.v1.common_pb2.UnitSpec | None = ...,
+        names_in_model: collections.abc.Iterable[global___NamesInModel] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "unit", b"unit"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context", b"context", "trainer", b"trainer", "unit", b"unit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context", b"context", "names_in_model", b"names_in_model", "trainer", b"trainer", "unit", b"unit"]) -> None: ...
 
 global___DeclareUnitRequest = DeclareUnitRequest
 

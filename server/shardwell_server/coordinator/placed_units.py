@@ -326,11 +326,21 @@ class DeclaredUnits:
             self._units_of_parameter.setdefault(name, []).append(unit)
 
     def load(self, units: Sequence[Unit]) -> None:
-        """Replaces all units, because the run was loaded from a checkpoint."""
+        """Replaces all units, because the run was loaded from a checkpoint. Known names in the model stay."""
+        names = {each.name: each.model_names for unit in self for each in unit.layout.parameters if each.model_names}
         self._units, self._by_name, self._units_of_parameter, self.initializers = [], {}, {}, {}
         for unit in units:
             self.add(unit)
+        self.set_model_names(names)
         self.unsaved.clear()
+
+    def set_model_names(self, names: Mapping[str, tuple[str, ...]]) -> None:
+        """Sets ``Parameter.model_names`` by the names in the run. Ignores names that no unit has."""
+        for unit in {unit.index: unit for name in names for unit in self._units_of_parameter.get(name, ())}.values():
+            if (named := unit.layout.named(names)) is not unit.layout:
+                unit.layout = named
+                self.unsaved.add(unit.index)
+                self._changes.touch()
 
     def move(self, unit: Unit, shards: tuple[ShardRecord, ...]) -> None:
         """Replaces the shards of a unit after it was placed on other server processes."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.signals import Signal
 from shardwell_wire.errors import (
     CapacityError,
@@ -20,7 +21,7 @@ from shardwell_wire.errors import (
     UnitMismatchError,
 )
 from shardwell_wire.model.layout import UnitLayout
-from shardwell_wire.v1 import common_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.coordinator import Harness, unit, until_lost
 from tests.support.fake_shards import COST, fail_times
 
@@ -403,3 +404,32 @@ async def test_servers_release_a_unit_that_was_placed_on_others(cluster: Harness
     await cluster.until(lambda: not cluster.shards["s0"].runs["r"].shards, "the release on s0")
     await a.publish("u", declared.epoch)
     assert (await a.finish(0, wait_s=5)).all_finished
+
+
+async def test_names_in_the_model_are_part_of_the_run(cluster: Harness) -> None:
+    a, b = await cluster.team_with_unit("a", "b")
+
+    async def declare(name: str, *names: str) -> None:
+        request = {"context": b.context(0), "trainer": b.name, "unit": unit("u", (64, 64))}
+        await cluster.call(
+            "DeclareUnit", **request, names_in_model=[coordinator_pb2.NamesInModel(name=name, model_names=names)]
+        )
+
+    async def described() -> list[str]:
+        (weights,) = (await cluster.call("DescribeWeights", run="r")).units
+        return list(weights.spec.parameters[0].model_names)
+
+    await declare("u.0", "blocks.0.weight", "head.weight")
+    assert await described() == ["blocks.0.weight", "head.weight"]
+    await a.declare(unit("u", (64, 64)))
+    await declare("x", "y")
+    assert await described() == ["blocks.0.weight", "head.weight"], "of others nothing changes"
+    with pytest.raises(InvalidRequestError, match="model_names is 'a\\\\n'"):
+        await declare("u.0", "a\n")
+    await cluster.restart()
+    assert await described() == ["blocks.0.weight", "head.weight"]
+    units = cluster.state.runs["r"].units
+    units.load([Unit(0, UnitLayout.from_proto(unit("u", (64, 64))), next(iter(units)).shards, published=True)])
+    assert await described() == ["blocks.0.weight", "head.weight"], "an earlier checkpoint does not know them"
+    await declare("u.0")
+    assert await described() == []

@@ -6,7 +6,16 @@ import random
 import pytest
 
 from shardwell_wire.errors import InvalidRequestError
-from shardwell_wire.model.layout import ALIGNMENT_BYTES, BLOCK_BYTES, Parameter, Segment, UnitLayout, cut
+from shardwell_wire.model.layout import (
+    ALIGNMENT_BYTES,
+    BLOCK_BYTES,
+    Parameter,
+    Segment,
+    UnitLayout,
+    by_any_name,
+    cut,
+    shown_names,
+)
 from shardwell_wire.v1 import common_pb2
 
 
@@ -125,3 +134,31 @@ def test_contributors_are_numbered_by_data_context_and_pipeline_rank() -> None:
         layout.contributor(0, 0, 2)
     with pytest.raises(InvalidRequestError, match="of buffers has cp 2"):
         UnitLayout("statistics", (Parameter("w", (2,), "float32"),), kind="buffers", cp=2)
+
+
+def named(unit: str, name: str, *model_names: str, offsets: tuple[int, ...] = ()) -> UnitLayout:
+    whole = (2,) if offsets else ()
+    return UnitLayout(unit, (Parameter(name, (1,), "float32", (), whole, offsets, model_names=model_names),))
+
+
+def test_names_in_the_model_are_shown_and_found() -> None:
+    parts = [named("B@tp0", "B.w", offsets=(0,)), named("B@tp1", "B.w", "blocks.0.w", "tied.w", offsets=(1,))]
+    shown = shown_names([*parts, named("head", "head.w")])
+    assert shown == {"B.w": ("blocks.0.w", "tied.w"), "head.w": ("head.w",)}
+    assert by_any_name(shown) == {"blocks.0.w": "B.w", "tied.w": "B.w", "B.w": "B.w", "head.w": "head.w"}
+
+
+def test_equal_names_of_two_tensors_are_not_shown() -> None:
+    shown = shown_names(
+        [named("first", "first.w", "0.w"), named("second", "second.w", "0.w"), named("c", "c.w", "1.w")]
+    )
+    assert shown == {name: (name,) for name in ("first.w", "second.w", "c.w")}
+
+
+def test_names_in_the_model_travel_and_do_not_distinguish_layouts() -> None:
+    layout = named("B", "B.w")
+    renamed = layout.named({"B.w": ("w",), "other": ("x",)})
+    assert renamed == layout and UnitLayout.from_proto(renamed.to_proto()).parameters[0].model_names == ("w",)
+    assert renamed.parameters[0].shown_name == "w" and layout.parameters[0].shown_name == "B.w"
+    assert renamed.named({"B.w": ("w",)}) is renamed
+    assert renamed.named({"B.w": ()}).parameters[0].shown_name == "B.w"

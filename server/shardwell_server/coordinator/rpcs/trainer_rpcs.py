@@ -190,6 +190,7 @@ class DeclarationRpcs(CoordinatorRpcs):
                 await self._coordinator.filler.fill(run, unit, wait_limit(call, _FILL_WAIT_S))
             elif not unit.published:
                 self._coordinator.trainers.revoke_initializer(run, layout, wanted_by=member)
+            run.units.set_model_names({each.name: tuple(each.model_names) for each in request.names_in_model})
             await self._state.save(run)  # the shards may have moved, and the response names their servers
             response = coordinator_pb2.DeclareUnitResponse(
                 unit_index=unit.index,

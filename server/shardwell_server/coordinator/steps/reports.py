@@ -232,7 +232,7 @@ def _require_same(
     for unit, index in sorted({*ours, *theirs}):
         if ours.get((unit, index)) == theirs.get((unit, index)):
             continue
-        name = layouts[unit].parameters[index].name
+        name = layouts[unit].parameters[index].shown_name
         writers = [f"rank {at}" for at, written in (one, other) if (unit, index) in written]
         raise ConflictError(
             f"buffer {name!r} had different values when rank {rank} and rank {other_rank} started their work of step "
