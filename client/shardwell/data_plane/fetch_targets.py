@@ -15,9 +15,12 @@ from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding import wire_dtypes
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.quantization_blocks import bytes_tensor
+from shardwell_wire.encoding.shard_changes import ShardChanges, Span
 from shardwell_wire.encoding.streams import InVector, RangePlans, StreamPlan
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
+from shardwell_wire.errors import CorruptDataError
 from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.v1 import shard_pb2
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +65,62 @@ class RangeTarget:
             return
         source, target = InVector(_memory_of(window), self.start_bytes), InVector(self.memory, self.start_bytes)
         self._plan().round_trip(source, target)
+
+
+class ChangesTarget:
+    """Receives what has changed in a shard since a version, or the whole shard. A ``FetchTarget``.
+
+    Args:
+        whole: Receives the whole shard, if the server sends it.
+        spans: The segments of the shard in its stream.
+        since: The version.
+        stream_bytes: Size of the whole stream.
+        what: Names the shard in errors.
+    """
+
+    def __init__(self, whole: RangeTarget, spans: Sequence[Span], since: int, stream_bytes: int, what: str) -> None:
+        self.whole, self.spans, self.since, self.stream_bytes, self.what = whole, spans, since, stream_bytes, what
+        self.wire_dtype = whole.wire_dtype
+        self.changes: ShardChanges | None = None
+        """What has changed. None: ``whole`` has the values."""
+
+    @contextmanager
+    def incoming(self) -> Iterator[Incoming]:
+        with self.whole.incoming() as stream:
+            yield _IncomingChanges(self, stream)
+
+    def copy_from(self, window: SharedVector) -> None:
+        self.whole.copy_from(window)
+
+
+class _IncomingChanges(Incoming):
+    def __init__(self, target: ChangesTarget, stream: Incoming) -> None:
+        super().__init__(memoryview(b""))
+        self.since = target.since
+        self._target, self._stream = target, stream
+        self._changes: bytearray | None = None
+
+    def place(self, version: int, deltas: shard_pb2.StreamDeltas | None) -> memoryview:
+        """See ``Incoming``."""
+        sizes, limit_bytes = [] if deltas is None else list(deltas.sizes_bytes), self._target.stream_bytes
+        self.received_bytes = sizes[0] if sizes else limit_bytes
+        if not sizes:
+            return self._stream.place(version, None)
+        if len(sizes) != 1 or sizes[0] > limit_bytes:
+            raise CorruptDataError(
+                f"{self._target.what}: the server announces changes of {sizes[:10]} bytes, expected one size "
+                f"of at most {limit_bytes}"
+            )
+        self._changes = bytearray(sizes[0])
+        return memoryview(self._changes)
+
+    def finish(self) -> None:
+        """See ``Incoming``."""
+        target = self._target
+        if self._changes is None:
+            self._stream.finish()
+        else:
+            target.changes = ShardChanges.decode(target.spans, self._changes, target.stream_bytes, target.what)
 
 
 @dataclass(slots=True, eq=False)

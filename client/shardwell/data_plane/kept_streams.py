@@ -194,6 +194,16 @@ class KeptStream:
             self._cache.count(reused_bytes=len(memory))
             return True
 
+    def copy(self, version: int) -> torch.Tensor | None:
+        """Returns a copy of the kept stream. uint8. None: it is in use, or has another version."""
+        with self._using() as is_mine:
+            is_kept = is_mine and self._version == version and self._memory is not None and not self._is_outdated
+            return self._memory.clone() if is_kept and self._memory is not None else None
+
+    def has(self, version: int) -> bool:
+        """Returns whether the kept stream has a version now, also if the version may have been made again."""
+        return self._version == version and not self._is_outdated
+
     @contextmanager
     def incoming(self, size_bytes: int, use: Use, buffers: BufferPool) -> Iterator[Incoming | None]:
         """Returns the kept stream as memory for the next one. None: it is in use, or the budget does not suffice."""

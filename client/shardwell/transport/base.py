@@ -50,6 +50,8 @@ class Incoming:
 
     base: shard_pb2.StreamBase | None = None
     """What this trainer has of the stream. None: it accepts no deltas."""
+    since: int | None = None
+    """The version since which the server sends changes, if they are smaller. None: it sends the stream."""
 
     def __init__(self, memory: memoryview, use: Callable[[memoryview], None] | None = None) -> None:
         self._memory, self._use = memory, use
@@ -449,6 +451,7 @@ class StreamTransport(Transport):
                 ema=read.average,
                 base=incoming.base,
                 wait_s=wait_s,
+                since=incoming.since,
             )
             fetched = self.fetch_stream(request, incoming.place, timeout_s=timeout_s, nearly_done=nearly_done)
             self._counter.add(received_bytes=incoming.received_bytes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -19,22 +18,40 @@ from shardwell.transport.resending import ResendPolicy
 from shardwell.transport.server_connection import TRANSPORT_NAMES, ConnectOptions, ServerConnection
 from shardwell.transport.service_client import CoordinatorClient, StandingRpc
 from shardwell.transport.shared_vector import CAN_MAP
+from shardwell.weights.changes import TensorChange, UnitChanges, check_result, find_change
+from shardwell.weights.stored_parameters import (
+    Chosen,
+    Names,
+    PlacedUnit,
+    Slices,
+    StoredParameter,
+    choose,
+    ranges_of,
+    stored_parameters,
+)
+from shardwell.weights.weight_files import differences, listed
 from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.shard_changes import ShardChanges
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
     DeadlineError,
     NotFoundError,
     RunDeletedError,
     ShardwellError,
-    StepStateError,
     UnavailableError,
+    UsageError,
     VersionGoneError,
 )
-from shardwell_wire.model.layout import Parameter, UnitLayout, shown_names
+from shardwell_wire.model.layout import Box, UnitLayout, shown_names
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.credentials import Credentials
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+
+Result = TypeVar("Result")
+
+Ranges = Sequence[tuple[int, int]]
+"""Ranges of a flat vector in bytes, half-open."""
 
 _ServerKey = tuple[str, str]
 """Address and incarnation of a server process. A restarted server may have other values in the same version."""
@@ -45,40 +62,27 @@ _ATTEMPTS = 8
 _CALL_MARGIN_S = 5.0
 _FUTURE_WAIT_S = 2.0
 """How long to wait for a future version. If no step is committed meanwhile, the newest version can be pinned."""
+_NOTED_VERSIONS = 1024
+"""Versions for which a reader remembers in which history of the run it has read them."""
 _THREADS = 8
 """Shards of one unit that are read concurrently."""
-
-
-@dataclass(frozen=True)
-class PlacedUnit:
-    """A unit and the owners of its shards."""
-
-    layout: UnitLayout
-    shards: tuple[common_pb2.ShardRange, ...]
-
-    @classmethod
-    def from_proto(cls, unit: coordinator_pb2.UnitWeights) -> PlacedUnit:
-        return cls(UnitLayout.from_proto(unit.spec), tuple(unit.shards))
-
-    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns a view of a parameter in the unit's flat vector. [shape of the parameter]"""
-        parameter, start = self.layout.parameters[index], self.layout.starts[index]
-        part = flat[start : start + parameter.size_bytes]
-        return part.view(getattr(torch, parameter.dtype)).view(parameter.shape)
 
 
 class UnitReader:
     """Reads one version of a run's units from the shard servers. Ends the reads in flight when its context ends.
 
     Args:
+        coordinator: Client of the coordinator.
         connections: Connections to the run's shard servers.
         version: Version of every unit.
         timeout_s: Deadline of each read, in seconds.
     """
 
-    def __init__(self, connections: RunConnections, version: int, *, timeout_s: float) -> None:
-        self.connections, self.run, self.version = connections, connections.run, version
-        self.timeout_s = timeout_s
+    def __init__(
+        self, coordinator: CoordinatorClient, connections: RunConnections, version: int, *, timeout_s: float
+    ) -> None:
+        self.coordinator, self.connections, self.timeout_s = coordinator, connections, timeout_s
+        self.run, self.version = connections.run, version
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardwell-read")
 
     def __enter__(self) -> UnitReader:
@@ -89,64 +93,41 @@ class UnitReader:
             self.connections.close()  # cancels the reads in flight, for example after Ctrl-C
         self._pool.shutdown(cancel_futures=True)
 
-    def read(self, unit: PlacedUnit) -> torch.Tensor:
+    def read(self, unit: PlacedUnit, ranges: Ranges | None = None) -> torch.Tensor:
         """Returns a unit's flat vector with padding, as uint8 on the CPU. [size_bytes]
+
+        Args:
+            unit: The unit.
+            ranges: Ranges of the flat vector that are needed. Other bytes are arbitrary. None: all.
 
         Raises:
             VersionGoneError: The version was overwritten.
             UnavailableError: A shard server cannot be reached from this host.
         """
-        flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
-        wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
-        reads = [self._pool.submit(self._read, unit, shard, flat) for shard in wanted]
-        for read in reads:
-            read.result()
+        flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read
+        self._of_shards(
+            unit, flat, lambda shard, to: read(unit.layout, shard, self.version, to, ranges, timeout_s=self.timeout_s)
+        )
         return flat
 
-    def _read(self, unit: PlacedUnit, shard: common_pb2.ShardRange, flat: torch.Tensor) -> None:
-        target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes, flat)
-        self.connections.read(unit.layout, shard, self.version, target, timeout_s=self.timeout_s)
+    def changes(self, unit: PlacedUnit, since: int) -> UnitChanges:
+        """Returns what has changed in a unit since a version; raises as ``read``."""
+        flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read_changes
+        found = self._of_shards(
+            unit, flat, lambda shard, to: read(unit.layout, shard, self.version, since, to, timeout_s=self.timeout_s)
+        )
+        return UnitChanges(unit, flat, [(shard.start_bytes, shard.stop_bytes, each) for shard, each in found])
 
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A parameter or buffer in one unit: the whole tensor, or the part of one tensor-parallel rank."""
-
-    unit: PlacedUnit
-    index: int
-    """Layout index in the unit."""
-
-    @property
-    def described(self) -> Parameter:
-        """The layout entry."""
-        return self.unit.layout.parameters[self.index]
-
-    def copy_to(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copies the part from its unit's flat vector to its place in the whole tensor."""
-        tensor[self.described.box.slices].copy_(self.unit.view(flat, self.index))
-
-
-@dataclass(frozen=True)
-class StoredParameter:
-    """A parameter or buffer as the run stores it, in one part or several."""
-
-    name: str
-    """Name in the model if the run knows it (see ``shown_names``), else in the run."""
-    aliases: tuple[str, ...]
-    """Other names of the same tied parameter."""
-    parts: tuple[StoredPart, ...]
-    """Its parts, in the order of the units. They do not overlap."""
-
-    @property
-    def names_in_run(self) -> tuple[str, ...]:
-        """The names under which the run stores the parameter, which begin with the name of a ``fully_shard`` call."""
-        return self.parts[0].described.name, *self.parts[0].described.aliases
-
-    @property
-    def meta(self) -> torch.Tensor:
-        """A tensor of the shape and dtype of the whole parameter on the meta device."""
-        described = self.parts[0].described
-        return torch.empty(described.box.whole, dtype=getattr(torch, described.dtype), device="meta")
+    def _of_shards(
+        self, unit: PlacedUnit, flat: torch.Tensor, read: Callable[[common_pb2.ShardRange, memoryview], Result]
+    ) -> list[tuple[common_pb2.ShardRange, Result]]:
+        """Reads all shards of a unit concurrently, each into its range of the flat vector."""
+        wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
+        reads = []
+        for shard in wanted:
+            target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes, flat)
+            reads.append(self._pool.submit(read, shard, target))
+        return [(shard, each.result()) for shard, each in zip(wanted, reads, strict=True)]
 
 
 class PinnedVersion:
@@ -176,37 +157,169 @@ class PinnedVersion:
         self.units = {unit.layout.unit: unit for unit in units}
         """The units by name."""
         names = shown_names(unit.layout for unit in units)
-        self.parameters = _stored((unit for unit in units if not unit.layout.holds_buffers), names)
-        self.buffers = _stored((unit for unit in units if unit.layout.holds_buffers), names)
+        self.parameters = stored_parameters((unit for unit in units if not unit.layout.holds_buffers), names)
+        self.buffers = stored_parameters((unit for unit in units if unit.layout.holds_buffers), names)
 
     def changed_at(self, unit: PlacedUnit) -> int:
         """Returns the newest version, up to this one, that may have changed a value of a unit."""
         return self._changes.get(unit.layout.unit, self.version)
 
-    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def values(self, names: Names | None = None, *, slices: Slices | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and values of parameters, then of buffers.
 
         Holds one unit at a time, and the units of all tensor-parallel ranks for parameters that are split.
 
+        Args:
+            names: A glob pattern of names, or several, such as ``"*lora_*"``. Other tensors are not read. A tied
+                parameter has several names, and is yielded under the first. Default: all.
+            slices: ``(dim, index, count)`` by name or glob pattern: a tensor is cut into ``count`` slices along a dim,
+                as by ``torch.chunk``, and the slice with the index is yielded. The first pattern that matches counts.
+                The smallest range of bytes with the slice is read: of a slice of columns, that of all rows.
+
         Raises:
+            UsageError: A pattern matches nothing, or a slice does not exist.
             VersionGoneError: A shard server evicted the version because it needed the memory.
         """
-        flats: dict[str, torch.Tensor] = {}
-        for parameter in (*self.parameters, *self.buffers):
-            units = {part.unit.layout.unit: part.unit for part in parameter.parts}
-            # Releases units before the next ones are read.
-            flats = {name: flat for name, flat in flats.items() if name in units}
-            flats.update((name, self.read(unit)) for name, unit in units.items() if name not in flats)
-            # Not a view, which would keep the memory of the unit.
-            value = torch.empty_like(parameter.meta, device="cpu")
-            for part in parameter.parts:
-                part.copy_to(value, flats[part.unit.layout.unit])
-            yield parameter.name, value
+        chosen = self.choose(names, slices)
+        ranges = None if names is None and slices is None else ranges_of(chosen)
+        return self._values(chosen, ranges)
 
-    def read(self, unit: PlacedUnit) -> torch.Tensor:
-        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``values``. [size_bytes]"""
+    def _values(
+        self, chosen: Sequence[Chosen], ranges: Mapping[str, Ranges] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        read = self.read if ranges is None else lambda unit: self.read(unit, ranges.get(unit.layout.unit, []))
+        for stored, region, flats in _with_units(chosen, read):
+            # Not a view, which would keep the memory of the unit.
+            value = torch.empty(region.shape, dtype=stored.meta.dtype)
+            for part in stored.parts:
+                part.copy_to(value, flats[part.unit_name], region)
+            yield stored.name, value
+
+    def changes(
+        self, since: int | str, names: Names | None = None, *, slices: Slices | None = None
+    ) -> Iterator[TensorChange]:
+        """Yields what has changed since a version: indices and new values, or whole tensors.
+
+        The servers compute the changes once for all readers of the same two versions, and send them if they are smaller
+        than the shard. Every transfer has a checksum; ``patch`` also checks the result.
+
+        Args:
+            since: An older version, or the name of a published one. The run must keep it, or another reader pin it, or
+                this reader must have kept it for deltas (``delta_cache_bytes``).
+            names: As in ``values``. Units without these tensors are not read.
+            slices: As in ``values``. Indices count in the slice.
+
+        Raises:
+            UsageError: A pattern matches nothing, or a slice does not exist.
+            VersionGoneError: The older version cannot be read any more, or is not older, or the run was rolled back
+                after this reader had read it. Read the whole version instead.
+            UnavailableError: A shard server cannot be reached for the reader's timeout.
+        """
+        return self._found_changes(since, self.choose(names, slices))
+
+    def _found_changes(self, since: int | str, chosen: Sequence[Chosen]) -> Iterator[TensorChange]:
+        for stored, region, units, _ in self._changed(since, chosen):
+            if (change := find_change(stored, region, units)) is not None:
+                yield change
+
+    def patch(self, tensors: Mapping[str, torch.Tensor], since: int | str, names: Names | None = None) -> list[str]:
+        """Brings tensors from an older version to this one, in place.
+
+        All changes are read and checked before the first value is written: the changed tensors must have the checksums
+        that the servers computed from this version.
+
+        Args:
+            tensors: Tensors of the older version by names of the run, such as a state dict. Other entries are ignored.
+                With ``gather_dtype="bfloat16"``, they have the rounded values, in that dtype or in the run's.
+            since: As in ``changes``.
+            names: As in ``values``. Other tensors keep their values.
+
+        Returns:
+            The names of the tensors that have changed.
+
+        Raises:
+            UsageError: A tensor of the run is missing or has another shape, or a pattern matches nothing.
+            CorruptDataError: A tensor does not have the values of the older version. Nothing was written.
+            VersionGoneError: As ``changes``. Nothing was written.
+            UnavailableError: As ``changes``. Nothing was written.
+        """
+        chosen = self.choose(names)
+        targets = {stored.name: [tensors[name] for name in stored.names if name in tensors] for stored, _ in chosen}
+        problems = [repr(name) for name, found in targets.items() if not found]
+        for stored, _ in chosen:
+            for tensor in targets[stored.name]:
+                problems += differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=True)
+        if problems:
+            raise UsageError(f"the tensors do not fit run {self.run!r}, which has {listed(problems)}")
+        found = list[TensorChange]()
+        for stored, region, units, version in self._changed(since, chosen):
+            for tensor in targets[stored.name]:
+                check_result(stored, units, tensor, version)
+            if (change := find_change(stored, region, units)) is not None:
+                found.append(change)
+        for change in found:
+            for tensor in targets[change.name]:
+                change.apply_to(tensor)
+        return [change.name for change in found]
+
+    def _changed(
+        self, since: int | str, chosen: Sequence[Chosen]
+    ) -> Iterator[tuple[StoredParameter, Box, dict[str, UnitChanges], int]]:
+        """Yields tensors, their regions, what has changed in their units, and the number of the older version."""
+        reader, connections = self._reader, self._reader.connections
+        if isinstance(since, int):
+            self._check_older(since, connections.rollback_count_at(since, self.rollback_count))
+        with ExitStack() as stack:
+            try:
+                former = stack.enter_context(
+                    pinned_version(
+                        reader.coordinator,
+                        self.run,
+                        timeout_s=reader.timeout_s,
+                        connections=connections,
+                        waits=True,
+                        version=since,
+                    )
+                )
+            except VersionGoneError:
+                changed = {part.unit_name: part.unit for stored, _ in chosen for part in stored.parts}
+                if not isinstance(since, int) or not all(
+                    self.changed_at(unit) <= since or connections.keep(unit, since) for unit in changed.values()
+                ):
+                    raise
+                version = since
+            else:
+                version = former.version
+                self._check_older(version, former.rollback_count)
+
+            def read(unit: PlacedUnit) -> UnitChanges | None:
+                return reader.changes(unit, version) if self.changed_at(unit) > version else None
+
+            for stored, region, units in _with_units(chosen, read):
+                yield stored, region, {name: each for name, each in units.items() if each is not None}, version
+
+    def _check_older(self, version: int, rollback_count: int) -> None:
+        if version > self.version or rollback_count != self.rollback_count:
+            raise VersionGoneError(
+                f"there are no changes since version {version} for version {self.version} of run {self.run!r}: "
+                f"{'it is not older' if version > self.version else 'the run was rolled back'}. Read the whole version",
+                version=version,
+                newest=self.version,
+            )
+
+    def choose(self, names: Names | None, slices: Slices | None = None) -> list[Chosen]:
+        """Returns tensors and their regions, as ``values`` yields them."""
+        return choose([*self.parameters, *self.buffers], names, slices, self.run)
+
+    def read(self, unit: PlacedUnit, ranges: Ranges | None = None) -> torch.Tensor:
+        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``values``. [size_bytes]
+
+        Args:
+            unit: The unit.
+            ranges: Ranges of the flat vector that are needed. Other bytes are arbitrary. None: all.
+        """
         try:
-            return self._reader.read(unit)
+            return self._reader.read(unit) if ranges is None else self._reader.read(unit, ranges)
         except VersionGoneError as error:
             raise VersionGoneError(
                 f"version {self.version} of run {self.run!r} was evicted while it was read: training is at version "
@@ -217,36 +330,16 @@ class PinnedVersion:
             ) from error
 
 
-def _stored(units: Iterable[PlacedUnit], names: Mapping[str, tuple[str, ...]]) -> Sequence[StoredParameter]:
-    """Returns the parameters of units, in the order of their first parts.
-
-    Args:
-        units: The units.
-        names: See ``shown_names``.
-
-    Raises:
-        StepStateError: A part of a parameter is missing, or several units store a parameter.
-    """
-    parts: dict[str, list[StoredPart]] = {}
-    for unit in units:
-        for index, parameter in enumerate(unit.layout.parameters):
-            parts.setdefault(parameter.name, []).append(StoredPart(unit, index))
-    for name, found in parts.items():
-        stored, total = sum(part.described.numel for part in found), math.prod(found[0].described.box.whole)
-        if stored > total:
-            owners = ", ".join(repr(part.unit.layout.unit) for part in found)
-            raise StepStateError(
-                f"the units {owners} of the run all store {name!r}, so its value is not known: stages that share a "
-                "parameter or buffer must be those of one split_model or ModelSplit.from_modules",
-                parameter=name,
-            )
-        if stored != total:
-            raise StepStateError(
-                f"the run has {stored} of the {total} elements of parameter {name!r}: the trainers of a "
-                "tensor-parallel rank have not declared their part yet. Try again when training has started",
-                parameter=name,
-            )
-    return [StoredParameter(names[name][0], names[name][1:], tuple(found)) for name, found in parts.items()]
+def _with_units(
+    chosen: Iterable[Chosen], read: Callable[[PlacedUnit], Result]
+) -> Iterator[tuple[StoredParameter, Box, dict[str, Result]]]:
+    """Yields tensors and regions with what was read of their units. Releases units before the next ones are read."""
+    held = dict[str, Result]()
+    for stored, region in chosen:
+        units = {part.unit_name: part.unit for part in stored.parts}
+        held = {name: each for name, each in held.items() if name in units}
+        held.update((name, read(unit)) for name, unit in units.items() if name not in held)
+        yield stored, region, held
 
 
 @contextmanager
@@ -342,7 +435,7 @@ def _pin(
         raise RunDeletedError(
             f"run {run!r} was deleted and created again since this reader attached: attach again", run=run
         )
-    reader = stack.enter_context(UnitReader(connections, version, timeout_s=timeout_s))
+    reader = stack.enter_context(UnitReader(coordinator, connections, version, timeout_s=timeout_s))
     # All servers are asked concurrently. For a future version, they are asked before the version exists.
     described = None
     if isinstance(target, int):
@@ -426,6 +519,8 @@ class RunConnections:
         self._closed_bytes = 0
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
+        self._rollback_counts: dict[int, int] = {}
+        """How often the run had been rolled back when a version was read last, by version."""
         self._servers: dict[_ServerKey, ServerConnection] = {}
         self._shards: dict[_ShardKey, RemoteShard] = {}
 
@@ -457,7 +552,14 @@ class RunConnections:
         return used
 
     def read(
-        self, layout: UnitLayout, shard: common_pb2.ShardRange, version: int, target: memoryview, *, timeout_s: float
+        self,
+        layout: UnitLayout,
+        shard: common_pb2.ShardRange,
+        version: int,
+        target: memoryview,
+        ranges: Ranges | None = None,
+        *,
+        timeout_s: float,
     ) -> None:
         """Reads one version of a shard: from shared memory while it is the newest, otherwise as a stream.
 
@@ -466,6 +568,7 @@ class RunConnections:
             shard: The shard and its owner.
             version: The version. Waited for until it exists.
             target: Receives the shard, padding included. [stop_bytes - start_bytes]
+            ranges: Ranges of the flat vector that are needed. The whole shard is read if that sends less. None: all.
             timeout_s: Deadline in seconds.
 
         Raises:
@@ -474,6 +577,14 @@ class RunConnections:
         """
         with self.reaching(shard):
             remote = self._shard(layout, shard, timeout_s)
+            if ranges is not None:
+                bounds = [(max(start, shard.start_bytes), min(stop, shard.stop_bytes)) for start, stop in ranges]
+                bounds = [(start, stop) for start, stop in bounds if start < stop]
+                if sum(stop - start for start, stop in bounds) <= remote.largest_ranges_bytes:
+                    for start, stop in bounds:
+                        part = target[start - shard.start_bytes : stop - shard.start_bytes]
+                        remote.fetch_range(version, start, part)
+                    return
             try:
                 remote.fetch(version, target)
             except VersionGoneError:
@@ -481,6 +592,42 @@ class RunConnections:
                     raise
                 # The newest version has replaced the mapped bytes. A pinned version is still streamed.
                 remote.narrowed(shard.start_bytes, shard.stop_bytes).fetch(version, target)
+
+    def read_changes(
+        self,
+        layout: UnitLayout,
+        shard: common_pb2.ShardRange,
+        version: int,
+        since: int,
+        target: memoryview,
+        *,
+        timeout_s: float,
+    ) -> ShardChanges | None:
+        """Reads what has changed in a shard since a version; raises as ``read``.
+
+        Returns:
+            None: ``target`` has the whole shard.
+        """
+        with self.reaching(shard):
+            return self._shard(layout, shard, timeout_s).fetch_changes(version, since, target)
+
+    def note_read(self, version: int, rollback_count: int) -> None:
+        """Notes that a version was read, after the run had been rolled back so often."""
+        self._rollback_counts.pop(version, None)
+        self._rollback_counts[version] = rollback_count
+        if len(self._rollback_counts) > _NOTED_VERSIONS:
+            del self._rollback_counts[next(iter(self._rollback_counts))]
+
+    def rollback_count_at(self, version: int, default: int) -> int:
+        """Returns how often the run had been rolled back when a version was read last; the default if it was not."""
+        return self._rollback_counts.get(version, default)
+
+    def keep(self, unit: PlacedUnit, version: int) -> bool:
+        """Returns whether a version of all shards of a unit is kept for deltas."""
+        keys = [(_server_key(shard), unit.layout.unit, shard.start_bytes, shard.stop_bytes) for shard in unit.shards]
+        with self._lock:
+            found = [self._shards.get(key) for key in keys if key[2] < key[3]]
+        return all(remote is not None and remote.keeps(version) for remote in found)
 
     @contextmanager
     def reaching(self, shard: common_pb2.ShardRange) -> Iterator[None]:

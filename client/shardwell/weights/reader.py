@@ -6,7 +6,7 @@ import os
 import socket
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
@@ -19,13 +19,8 @@ from shardwell.find_credentials import find_credentials
 from shardwell.module.unit import owner_of
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.digest import pinned_digest
-from shardwell.weights.pinned_version import (
-    PinnedVersion,
-    RunConnections,
-    StoredParameter,
-    describe_weights,
-    pinned_version,
-)
+from shardwell.weights.pinned_version import PinnedVersion, RunConnections, describe_weights, pinned_version
+from shardwell.weights.stored_parameters import Chosen, Names, StoredParameter, ranges_of
 from shardwell.weights.weight_files import Rename, differences, listed
 from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
@@ -82,8 +77,10 @@ class Reader:
             gather_dtype=GATHER_NAMES[gather_dtype],
             delta_cache_bytes=delta_cache_bytes,
         )
-        self._followed: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """The number of rollbacks and the version that each followed model contains."""
+        self._followed: weakref.WeakKeyDictionary[nn.Module, tuple[int, int, Names | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """The number of rollbacks and the version that each followed model contains, and of which names."""
 
     @property
     def version(self) -> int:
@@ -150,6 +147,7 @@ class Reader:
         ) as pinned:
             yield pinned
             self._report.version = pinned.version
+            self._connections.note_read(pinned.version, pinned.rollback_count)
 
     def digest(self, version: int | str | None = None) -> str:
         """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the model.
@@ -162,7 +160,9 @@ class Reader:
         with self.pin(version) as pinned:
             return pinned_digest(pinned)
 
-    def follow(self, model: nn.Module, *, rename: Rename | None = None, cast: bool = False) -> int:
+    def follow(
+        self, model: nn.Module, *, rename: Rename | None = None, cast: bool = False, names: Names | None = None
+    ) -> int:
         """Loads the newest committed version into a plain model, in place.
 
         The first call loads everything. Later calls load the units that have changed since. All values are read before
@@ -175,6 +175,8 @@ class Reader:
             rename: Maps these names to names in ``model``, or to None to skip a tensor. If the run has several
                 outermost modules, their names begin with the names of their calls, such as ``Generator-0.``.
             cast: Whether to convert to floating-point dtypes of the model that differ from the run's.
+            names: A glob pattern of names, or several, such as ``"*lora_*"``. Only these tensors are read,
+                and others of the model keep their values. Default: all.
 
         Returns:
             The version that the model has now.
@@ -185,31 +187,38 @@ class Reader:
             UnavailableError: A shard server could not be reached for the reader's timeout. The model is unchanged.
         """
         return retry(
-            lambda: self._follow(model, rename or (lambda name: name), cast),
+            lambda: self._follow(model, rename or (lambda name: name), cast, names),
             limit_s=self._timeout_s,
             errors=(UnavailableError, VersionGoneError),
         )
 
-    def _follow(self, model: nn.Module, rename: Rename, cast: bool) -> int:
+    def _follow(self, model: nn.Module, rename: Rename, cast: bool, names: Names | None) -> int:
         with self.pin() as pinned:
-            targets, former = _targets(model, pinned, rename, cast=cast), self._version_in(model, pinned)
+            chosen = pinned.choose(names)
+            targets = _targets(model, pinned, chosen, rename, cast=cast, is_part=names is not None)
+            former = self._version_in(model, pinned, names)
             if former == pinned.version:
                 return former
-            units = {part.unit.layout.unit: part.unit for stored, _ in targets for part in stored.parts}
-            read = {name: pinned.read(unit) for name, unit in units.items() if pinned.changed_at(unit) > former}
+            units = {part.unit_name: part.unit for stored, _ in targets for part in stored.parts}
+            units = {name: unit for name, unit in units.items() if pinned.changed_at(unit) > former}
+            if names is None:
+                read = {name: pinned.read(unit) for name, unit in units.items()}
+            else:
+                ranges = ranges_of(chosen)
+                read = {name: pinned.read(unit, ranges.get(name, [])) for name, unit in units.items()}
         with torch.no_grad():
             self._followed.pop(model, None)  # an interrupt below leaves a mixture: the next call loads everything
             for stored, tensor in targets:
                 for part in stored.parts:
-                    if (flat := read.get(part.unit.layout.unit)) is not None:
+                    if (flat := read.get(part.unit_name)) is not None:
                         part.copy_to(tensor, flat)
-            self._followed[model] = pinned.rollback_count, pinned.version
+            self._followed[model] = pinned.rollback_count, pinned.version, names
         return pinned.version
 
-    def _version_in(self, model: nn.Module, pinned: PinnedVersion) -> int:
+    def _version_in(self, model: nn.Module, pinned: PinnedVersion, names: Names | None) -> int:
         """Returns the version that a model contains. -1: none of the pinned version's history, so nothing is reused."""
-        rollback_count, version = self._followed.get(model, (-1, -1))
-        if rollback_count != pinned.rollback_count:
+        rollback_count, version, followed_names = self._followed.get(model, (-1, -1, None))
+        if (rollback_count, followed_names) != (pinned.rollback_count, names):
             return -1
         # A rollback between the description of the run and the pins has made the pinned version anew.
         newest = describe_weights(self._coordinator, self.run)
@@ -305,17 +314,33 @@ def _only_run(coordinator: CoordinatorClient, timeout_s: float) -> str:
 
 
 def _targets(
-    model: nn.Module, pinned: PinnedVersion, rename: Rename, *, cast: bool
+    model: nn.Module,
+    pinned: PinnedVersion,
+    chosen: Sequence[Chosen],
+    rename: Rename,
+    *,
+    cast: bool,
+    is_part: bool,
 ) -> list[tuple[StoredParameter, torch.Tensor]]:
-    """Pairs everything that the run stores with the tensors of a model that have its names.
+    """Pairs chosen tensors of the run with the tensors of a model that have their names.
+
+    Args:
+        model: The model.
+        pinned: The run.
+        chosen: Tensors of the run.
+        rename: See ``Reader.follow``.
+        cast: See ``Reader.follow``.
+        is_part: Whether the model may have other tensors.
 
     Raises:
         UsageError: Names, shapes or dtypes differ.
     """
-    tensors, stored = _named_tensors(model), [*pinned.parameters, *pinned.buffers]
-    pairs, problems = _paired(tensors, [(each, map(rename, (each.name, *each.aliases))) for each in stored], cast=cast)
+    tensors, stored = _named_tensors(model), [each for each, _ in chosen]
+    wanted = [(each, map(rename, each.names)) for each in stored]
+    pairs, problems = _paired(tensors, wanted, cast=cast, is_part=is_part)
     if problems:  # `rename` may be for the names in the run, which readers had before they had those in the model
-        by_run, others = _paired(tensors, [(each, map(rename, each.names_in_run)) for each in stored], cast=cast)
+        wanted = [(each, map(rename, each.names_in_run)) for each in stored]
+        by_run, others = _paired(tensors, wanted, cast=cast, is_part=is_part)
         if not others:
             return by_run
         raise UsageError(f"the model does not fit run {pinned.run!r}: {problems}")
@@ -323,7 +348,11 @@ def _targets(
 
 
 def _paired(
-    tensors: Mapping[str, torch.Tensor], wanted: Iterable[tuple[StoredParameter, Iterable[str | None]]], *, cast: bool
+    tensors: Mapping[str, torch.Tensor],
+    wanted: Iterable[tuple[StoredParameter, Iterable[str | None]]],
+    *,
+    cast: bool,
+    is_part: bool,
 ) -> tuple[list[tuple[StoredParameter, torch.Tensor]], str]:
     """Pairs what a run stores with the tensors of a model. Returns the pairs, and what differs, or an empty text."""
     pairs, unknown, differing, found = [], [], [], set[str]()
@@ -340,7 +369,7 @@ def _paired(
                 differing.append(_separate(sources[id(tensor)].name, stored.name))
             how = differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=cast)
             differing += [f"{names[0]!r} is {each}" for each in how]
-    missing = [repr(name) for name in tensors if name not in found]
+    missing = [repr(name) for name in tensors if name not in found and not is_part]
     problems = [
         *([f"the model lacks {listed(unknown)}"] if unknown else []),
         *([f"the run lacks {listed(missing)}"] if missing else []),

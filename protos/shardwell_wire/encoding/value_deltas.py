@@ -6,6 +6,9 @@ the changed values, a mask of them, the differences of all values, or the new va
 numbers, so that a difference fits one byte. docs/wire-format.md specifies the format.
 
 A delta is encoded and applied in groups of blocks that fit a core's cache, each with a few numpy passes.
+
+``encode_changes`` and ``decode_changes`` are for clients that do not have the former stream. Changes are a delta with
+new values in place of differences, so each changed value takes one byte more.
 """
 
 from __future__ import annotations
@@ -59,12 +62,59 @@ def encode(base: Buffer, stream: Buffer, limit_bytes: int) -> list[bytes] | None
     Returns:
         None if the delta has more than ``limit_bytes``.
     """
+    return _encode(base, stream, limit_bytes, 0)
+
+
+def encode_changes(base: Buffer, stream: Buffer, limit_bytes: int, item_words: int) -> list[bytes] | None:
+    """Returns the changes from one stream to another one, in consecutive pieces. As ``encode``.
+
+    Args:
+        base: The former stream.
+        stream: The new stream.
+        limit_bytes: Largest useful size of the changes.
+        item_words: 16-bit values per item. If an item changes, the changes have all its values. A power of two, at
+            most 8. Items are aligned.
+    """
+    return _encode(base, stream, limit_bytes, item_words)
+
+
+def decode_changes(changes: Buffer, numel: int, what: str) -> tuple[_Places, _Words]:
+    """Returns the places of changed 16-bit values in a stream, rising, and the new values.
+
+    Args:
+        changes: The changes.
+        numel: Number of values of the stream.
+        what: Names the stream in errors.
+
+    Raises:
+        CorruptDataError: The changes are malformed, or are of a stream of another size.
+    """
+    data = _Sections(changes, what)
+    found: list[tuple[_Places, _Words]] = [(np.empty(0, np.int64), np.empty(0, np.uint16))]
+    for start in range(0, numel, _GROUP_NUMEL):
+        table = data.take(-(-min(_GROUP_NUMEL, numel - start) // BLOCK_NUMEL), "table")
+        if not table.any():
+            continue
+        if ((table > _MASK) & (table != _NEW)).any():
+            raise data.malformed(f"has table entry {table.max()}, expected at most {_MASK}, or {_NEW}")
+        places = _places_of_values(_changed_places(data, table), table)
+        values = data.take(ITEM_BYTES * len(places), "values").view("<u2")
+        inside = int(np.searchsorted(places, numel - start))
+        if values[inside:].any():
+            raise data.malformed("changes values after the end of the stream")
+        found.append((places[:inside] + start, values[:inside]))
+    data.require_end()
+    places, values = (np.concatenate(each) for each in zip(*found, strict=True))
+    return places, values
+
+
+def _encode(base: Buffer, stream: Buffer, limit_bytes: int, item_words: int) -> list[bytes] | None:
     before, after = _words(base), _words(stream)
     assert len(before) == len(after)
     pieces: list[bytes] = []
     for start in range(0, len(after), _GROUP_NUMEL):
         part = slice(start, start + _GROUP_NUMEL)
-        for piece in _encode_group(_whole_blocks(before[part]), _whole_blocks(after[part])):
+        for piece in _encode_group(_whole_blocks(before[part]), _whole_blocks(after[part]), item_words):
             pieces.append(piece)
             limit_bytes -= len(piece)
         if limit_bytes < 0:
@@ -135,10 +185,19 @@ def _whole_blocks(values: _Words) -> _Words:
 # ---- encoding ----
 
 
-def _encode_group(before: _Words, after: _Words) -> Iterator[bytes]:
-    """Yields the sections of a group: table, places, masks, differences, and values."""
+def _encode_group(before: _Words, after: _Words, item_words: int) -> Iterator[bytes]:
+    """Yields the sections of a group: table, places, masks, differences, and values.
+
+    Args:
+        before: The former values.
+        after: The new values.
+        item_words: See ``encode_changes``. 0: encodes a delta.
+    """
     differences = after - before
-    changed = (differences != 0).reshape(-1, BLOCK_NUMEL)
+    changed = differences != 0
+    if item_words > 1:
+        changed = np.repeat(changed.reshape(-1, item_words).any(axis=1), item_words)
+    changed = changed.reshape(-1, BLOCK_NUMEL)
     counts = _counts(changed)
     if not counts.any():
         yield bytes(len(counts))
@@ -146,7 +205,7 @@ def _encode_group(before: _Words, after: _Words) -> Iterator[bytes]:
     # numpy selects values by places several times as fast as by flags.
     places = np.flatnonzero(changed)
     found = differences[places]
-    escaped = np.flatnonzero(_is_large(found))
+    escaped = np.arange(len(found)) if item_words else np.flatnonzero(_is_large(found))
     table = _table(counts, np.bincount(places[escaped] >> 8, minlength=len(counts)))
     yield table.tobytes()
     is_listed = table < _MASK
@@ -156,10 +215,11 @@ def _encode_group(before: _Words, after: _Words) -> Iterator[bytes]:
         changed[table == _ALL], changed[table == _NEW] = True, False
         places = np.flatnonzero(changed)
         found = differences[places]
-        escaped = np.flatnonzero(_is_large(found))
-    small = found.astype(np.uint8)
-    small[escaped] = _ESCAPE
-    yield small.tobytes()
+        escaped = np.arange(len(found)) if item_words else np.flatnonzero(_is_large(found))
+    if not item_words:
+        small = found.astype(np.uint8)
+        small[escaped] = _ESCAPE
+        yield small.tobytes()
     yield after[_places_of_values(places[escaped], table)].tobytes()
 
 

@@ -469,6 +469,7 @@ class GatherRequest(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     BASE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -493,6 +494,10 @@ class GatherRequest(google.protobuf.message.Message):
     """Id of the run. NOT_FOUND if the run of this name has another id. Empty: any run of this name."""
     wait_s: builtins.float
     """Longest wait for the version, in seconds; DEADLINE_EXCEEDED follows. Unset: the deadline of the rpc."""
+    since: builtins.int
+    """An older version of the whole shard: the server sends what has changed since, if that is smaller than the stream.
+    Neither with a base nor with ema. OUT_OF_RANGE: the version is not readable any more.
+    """
     @property
     def base(self) -> global___StreamBase:
         """With BFLOAT16 or FLOAT16: the client keeps the stream, and accepts deltas against the one that it has. Unset: the
@@ -513,9 +518,12 @@ class GatherRequest(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         base: global___StreamBase | None = ...,
         wait_s: builtins.float | None = ...,
+        since: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "version", b"version", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_since", b"_since", "_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "since", b"since", "version", b"version", "wait_s", b"wait_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_since", b"_since", "_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "since", b"since", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_since", b"_since"]) -> typing.Literal["since"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
     @typing.overload
@@ -551,18 +559,18 @@ global___StreamBase = StreamBase
 
 @typing.final
 class StreamDeltas(google.protobuf.message.Message):
-    """How to make a stream that a client keeps, if the request has a base."""
+    """How to make a stream that a client keeps, if the request has a base; or that changes are sent, if it has since."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHECKSUM_FIELD_NUMBER: builtins.int
     SIZES_BYTES_FIELD_NUMBER: builtins.int
     checksum: builtins.int
-    """XXH3-64 of the whole stream, also where deltas are sent instead."""
+    """XXH3-64 of the whole stream, also where deltas are sent instead. With since: 0."""
     @property
     def sizes_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sizes of the deltas that are sent instead of the stream, one after another. The first is applied to the base, each
-        other one to the result of the one before. Empty: the whole stream is sent.
+        other one to the result of the one before. With since: the size of the changes. Empty: the whole stream is sent.
         """
 
     def __init__(
@@ -619,7 +627,7 @@ class GatherHeader(google.protobuf.message.Message):
     """End of the range, exclusive."""
     @property
     def deltas(self) -> global___StreamDeltas:
-        """Set if the request has a base and the server can send deltas against this version later."""
+        """Set if the request has a base and the server can send deltas against this version later, or if changes are sent."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def read_at_once(shard: UnitShard, request: shard_pb2.GatherRequest) -> Reading 
     Raises:
         ShardwellError: As ``reading``.
     """
-    if request.ema or request.wire_dtype or not is_readable(shard, request):
+    if request.ema or request.wire_dtype or request.HasField("since") or not is_readable(shard, request):
         return None
     start, stop = _checked_range(shard, request)
     version, source = shard.values.read_at_once(version_of(request))
@@ -125,7 +125,7 @@ async def reading(
         wait_s: Seconds to wait for the version, and for memory.
 
     Raises:
-        NotFoundError: The dtype is lossy, and the range is not the whole shard.
+        NotFoundError: The dtype is lossy or changes are requested, and the range is not the whole shard.
         InvalidRequestError: The range is malformed, or the chunks are too large.
         DeadlineError: The version does not exist yet.
         VersionGoneError: The version has been overwritten.
@@ -143,6 +143,10 @@ async def reading(
     version, source = await shard.values.read(wanted, wait_s)
     header = shard_pb2.GatherHeader(version=version, start_bytes=start, stop_bytes=stop)
     try:
+        if request.HasField("since"):
+            async with _reading_changes(shard, request, source, header, wait_s) as changes:
+                yield changes
+            return
         if not request.wire_dtype:
             yield Reading(shard, source, header, start - shard.start_bytes, stop - start)
             return
@@ -158,6 +162,32 @@ async def reading(
         shard.values.release(source)
 
 
+@asynccontextmanager
+async def _reading_changes(
+    shard: UnitShard,
+    request: shard_pb2.GatherRequest,
+    source: VersionBytes,
+    header: shard_pb2.GatherHeader,
+    wait_s: float,
+) -> AsyncIterator[Reading]:
+    if request.HasField("base") or request.since > source.version:
+        raise InvalidRequestError(
+            f"{shard.what}: since is {request.since} for version {source.version}"
+            f"{', with a base' if request.HasField('base') else ''}: expected an older version, and no base"
+        )
+    _, former = shard.values.read_at_once(request.since)
+    try:
+        found = await shard.changes.read(request.wire_dtype, former, source, wait_s=wait_s, what=shard.what)
+        if found.deltas is not None:
+            header.deltas.CopyFrom(found.deltas)
+        try:
+            yield Reading(shard, found.source, header, 0, found.size_bytes)
+        finally:
+            shard.changes.release(found.source)
+    finally:
+        shard.values.release(former)
+
+
 def version_of(request: shard_pb2.GatherRequest) -> int | None:
     """Returns the version that a Gather requests. None: the newest."""
     return request.version if request.HasField("version") else None
@@ -170,17 +200,18 @@ def _checked_range(shard: UnitShard, request: shard_pb2.GatherRequest) -> tuple[
             f"chunk_bytes is {request.chunk_bytes}, expected at most {chunk_streams.MAX_CHUNK_BYTES}"
         )
     check_gather_dtype(request.wire_dtype)
-    if request.ema and request.wire_dtype:
+    if request.ema and (request.wire_dtype or request.HasField("since")):
         raise InvalidRequestError(
-            f"{shard.what}: wire_dtype is {request.wire_dtype}, but averages have the dtype of their parameters: "
-            "leave wire_dtype unset"
+            f"{shard.what}: wire_dtype is {request.wire_dtype}, but averages have the dtype of their parameters and "
+            "are not kept: leave wire_dtype and since unset"
         )
     if start == stop == 0:
         return shard.start_bytes, shard.stop_bytes
-    if request.wire_dtype and (start, stop) != (shard.start_bytes, shard.stop_bytes):
+    if (request.wire_dtype or request.HasField("since")) and (start, stop) != (shard.start_bytes, shard.stop_bytes):
         raise NotFoundError(
-            f"{shard.what}: range [{start}, {stop}) with wire_dtype {request.wire_dtype}: lossy dtypes are available "
-            f"for the whole shard only, [{shard.start_bytes}, {shard.stop_bytes}). The unit may have been cut anew",
+            f"{shard.what}: range [{start}, {stop}) with wire_dtype {request.wire_dtype}: lossy dtypes and changes "
+            f"are available for the whole shard only, [{shard.start_bytes}, {shard.stop_bytes}). The unit may have "
+            "been cut anew",
             unit=shard.unit,
         )
     if stop < start:

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import xxhash
@@ -19,7 +20,6 @@ from shardwell_wire.encoding import value_deltas
 from shardwell_wire.encoding.chunk_streams import Buffer, copy_bytes, memory_at
 from shardwell_wire.encoding.streams import InVector, RangePlans
 from shardwell_wire.encoding.wire_dtypes import WireDtype
-from shardwell_wire.errors import VersionGoneError
 from shardwell_wire.v1 import shard_pb2
 
 
@@ -126,11 +126,11 @@ class EncodedVersions:
         buffer = await self._memory.acquire(size_bytes, wait_s, f"{what}, to be sent in another dtype")
         encoded = VersionBytes(buffer, source.version)
         try:
-            before = source.buffer
-            await self._memory.in_thread(lambda: self.compute_encode(wire_dtype, before, encoded))
-            source.check()
-            if source.buffer is not before:
-                raise VersionGoneError(f"version {source.version} of {what} was overwritten while it was encoded")
+            before = None
+            while source.buffer is not before:  # an update has moved the readers of the version meanwhile
+                before = source.buffer
+                await self._memory.in_thread(partial(self.compute_encode, wire_dtype, before, encoded))
+                source.check()
         except BaseException:
             self._memory.release_buffer(encoded.buffer)
             raise
@@ -267,7 +267,7 @@ class DeltaChain:
             # The deltas may be evicted while a thread copies them. As they have readers, they are then marked as
             # revoked.
             pieces = [link.delta.memory(0, link.size_bytes) for link in path]
-            buffer = await self._copied(pieces, stream_bytes)
+            buffer = await copied(self._memory, pieces, stream_bytes)
             revoked = any(link.delta.revoked is not None for link in path)
         finally:
             for link in path:
@@ -305,7 +305,7 @@ class DeltaChain:
             return checksum, value_deltas.encode(before, after, largest_useful(stream_bytes))
 
         checksum, pieces = await self._memory.in_thread(compute)
-        buffer = None if pieces is None else await self._copied(pieces, stream_bytes)
+        buffer = None if pieces is None else await copied(self._memory, pieces, stream_bytes)
         # Nothing is awaited from here on.
         tip = _Node(encoded.version, checksum)
         is_dropped = former is None or self._tip is not former or former[1].revoked is not None
@@ -333,27 +333,34 @@ class DeltaChain:
     def _drop_oldest(self) -> None:
         self._reader_copies.add(self._links.popleft().delta)  # frees it at once if it has no reader
 
-    async def _copied(self, pieces: Sequence[Buffer], stream_bytes: int) -> torch.Tensor | None:
-        """Returns a buffer that starts with the pieces. None: no memory is free."""
-        size_bytes, step = sum(map(len, pieces)), max(1, stream_bytes // _SIZE_CLASSES)
-        # Sizes are rounded up to a few classes, so that buffers can be reused.
-        buffer = self._memory.try_acquire(-(-size_bytes // step) * step)
-        if buffer is None:
-            return None
-        memory = memory_at(buffer.data_ptr(), buffer.numel(), buffer)
 
-        def copy() -> None:
-            position = 0
-            for piece in pieces:
-                copy_bytes(memory, position, piece)
-                position += len(piece)
+async def copied(memory: Memory, pieces: Sequence[Buffer], stream_bytes: int) -> torch.Tensor | None:
+    """Returns a buffer that starts with the pieces. None: no memory is free.
 
-        try:
-            if size_bytes <= _INLINE_BYTES:
-                copy()
-            else:
-                await self._memory.in_thread(copy)
-        except BaseException:
-            self._memory.release_buffer(buffer)
-            raise
-        return buffer
+    Args:
+        memory: The memory.
+        pieces: Together smaller than the stream.
+        stream_bytes: Size of the stream that they replace.
+    """
+    size_bytes, step = sum(map(len, pieces)), max(1, stream_bytes // _SIZE_CLASSES)
+    # Sizes are rounded up to a few classes, so that buffers can be reused.
+    buffer = memory.try_acquire(-(-size_bytes // step) * step)
+    if buffer is None:
+        return None
+    target = memory_at(buffer.data_ptr(), buffer.numel(), buffer)
+
+    def copy() -> None:
+        position = 0
+        for piece in pieces:
+            copy_bytes(target, position, piece)
+            position += len(piece)
+
+    try:
+        if size_bytes <= _INLINE_BYTES:
+            copy()
+        else:
+            await memory.in_thread(copy)
+    except BaseException:
+        memory.release_buffer(buffer)
+        raise
+    return buffer

@@ -35,6 +35,7 @@ from shardwell_server.shard.unit.encoded_versions import EncodedVersions
 from shardwell_server.shard.unit.partitions import Partitions
 from shardwell_server.shard.unit.step_gradient import PushedBuffers, StepGradient
 from shardwell_server.shard.unit.values import Snapshots, Values
+from shardwell_server.shard.unit.version_changes import VersionChanges
 from shardwell_wire.errors import (
     CapacityError,
     InvalidRequestError,
@@ -142,6 +143,9 @@ class UnitShard:
         self.reader_copies = Snapshots(self.what, self.unit, memory)
         """Averages and replaced encodings that still have readers. ``Values`` has the snapshots of older versions."""
         self.encoded = EncodedVersions(self.plans, spec.start_bytes, memory, self.reader_copies)
+        self.changes = VersionChanges(
+            spec.layout, self.plans, spec.start_bytes, self.encoded, memory, self.reader_copies
+        )
 
     @property
     def version(self) -> int | None:
@@ -168,6 +172,7 @@ class UnitShard:
     def evict(self) -> None:
         """Releases everything that can be recreated or reread."""
         self.encoded.discard()
+        self.changes.discard()
         self.reader_copies.evict()
         self.values.evict()
         self.partitions.evict()
@@ -179,6 +184,7 @@ class UnitShard:
         self.gradient.kept.drop()
         self.partitions.close()
         self.encoded.discard()
+        self.changes.discard()
         self.reader_copies.drop(why)
         if self._files is not None:
             self._files.close()
@@ -285,8 +291,7 @@ class UnitShard:
         the version of the step stays readable: for a work item, or if there is memory ``for_readers``.
         """
         await self.prepare_update(update)
-        self.encoded.supersede()
-        self.reader_copies.supersede()
+        self._supersede()
         changes = self.changes_values(update)
         async with self.values.becoming(update.step + 1, changes=changes, hold=hold, for_readers=for_readers):
             await self.gradient.compute(partial(self.compute_update, update))
@@ -295,6 +300,11 @@ class UnitShard:
         self._end_step()
         self.updated_by_trainers = update.runs_on_trainers
         self.note_optimizer()
+
+    def _supersede(self) -> None:
+        self.encoded.supersede()
+        self.changes.supersede()
+        self.reader_copies.supersede()
 
     def _end_step(self) -> None:
         self.gradient.end_step()
@@ -328,8 +338,7 @@ class UnitShard:
 
     def begin_joint_update(self, version: int) -> None:
         """Begins to change the values in place: neither this nor the next version can be read."""
-        self.encoded.supersede()
-        self.reader_copies.supersede()
+        self._supersede()
         self.values.begin_unread(version)
 
     def save_joint_update(self, version: int) -> None:

@@ -1,0 +1,158 @@
+"""What has changed between two versions of a run, as indices and values of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from shardwell.weights.stored_parameters import PlacedUnit, StoredParameter, StoredPart
+from shardwell_wire.encoding.chunk_streams import memory_at
+from shardwell_wire.encoding.shard_changes import ShardChanges
+from shardwell_wire.errors import CorruptDataError
+from shardwell_wire.model.layout import Box, Segment
+
+
+class TensorChange(NamedTuple):
+    """What has changed in a tensor of a run. Yielded by ``PinnedVersion.changes``."""
+
+    name: str
+    """Name in the run."""
+    indices: torch.Tensor | None
+    """Rising indices of the changed elements in the flattened tensor. int64. [n] None: ``values`` is the tensor."""
+    values: torch.Tensor
+    """The new values, in the dtype of the run. [n], or the shape of the tensor."""
+
+    def apply_to(self, tensor: torch.Tensor) -> None:
+        """Writes the values into a tensor of any floating-point dtype, device and strides."""
+        with torch.no_grad():
+            if self.indices is None:
+                tensor.copy_(self.values)
+                return
+            indices, values = self.indices.to(tensor.device), self.values.to(tensor.device, tensor.dtype)
+            if tensor.is_contiguous():
+                tensor.view(-1)[indices] = values
+            else:
+                tensor[torch.unravel_index(indices, tensor.shape)] = values
+
+
+@dataclass(frozen=True)
+class UnitChanges:
+    """What has changed in a unit."""
+
+    unit: PlacedUnit
+    flat: torch.Tensor
+    """The unit's flat vector, in which those shards have values that arrived whole. uint8. [size_bytes]"""
+    shards: Sequence[tuple[int, int, ShardChanges | None]]
+    """Start and end of each shard, and what has changed. None: the shard arrived whole."""
+
+    def pieces(self, index: int) -> Iterator[_Piece]:
+        """Yields what has changed in a parameter of the unit."""
+        dtype = getattr(torch, self.unit.layout.parameters[index].dtype)
+        for start, stop, changes in self.shards:
+            if changes is None:
+                for segment in self.unit.layout.segments(start, stop):
+                    if segment.parameter_index == index:
+                        yield _Piece(segment, None, self.flat[segment.start_bytes : segment.stop_bytes].view(dtype))
+                continue
+            for span, checksum in zip(changes.spans, changes.checksums, strict=True):
+                if span.segment.parameter_index == index:
+                    yield _Piece(span.segment, *changes.of(span), int(checksum))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What has changed in a segment of a parameter."""
+
+    segment: Segment
+    elements: torch.Tensor | None
+    """Counted from the start of the segment. None: all."""
+    values: torch.Tensor
+    checksum: int = 0
+    """XXH3-64 of the segment, in the dtype of ``values``."""
+
+
+def find_change(stored: StoredParameter, region: Box, units: Mapping[str, UnitChanges]) -> TensorChange | None:
+    """Returns what has changed in a region of a tensor, counted in the region. None: nothing.
+
+    Args:
+        stored: The tensor.
+        region: The region.
+        units: What has changed, by unit. Units that are missing have not changed.
+    """
+    dtype, found = stored.meta.dtype, list(_pieces(stored, units))
+    if (
+        region.numel
+        and all(piece.elements is None for _, piece in found)
+        and all(part.unit_name in units for part in stored.parts)
+    ):
+        value = torch.empty(region.shape, dtype=dtype)
+        for part in stored.parts:
+            part.copy_to(value, units[part.unit_name].flat, region)
+        return TensorChange(stored.name, None, value)
+    indices, values = list[torch.Tensor](), list[torch.Tensor]()
+    for part, piece in found:
+        elements = torch.arange(len(piece.values)) if piece.elements is None else piece.elements
+        places, is_inside = _places(part.described.box, region, elements + piece.segment.start_element)
+        indices.append(places[is_inside])
+        values.append(piece.values[is_inside].to(dtype))
+    if not sum(map(len, indices)):
+        return None
+    order = torch.argsort(all_indices := torch.cat(indices))  # parts of several ranks alternate
+    return TensorChange(stored.name, all_indices[order], torch.cat(values)[order])
+
+
+def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tensor: torch.Tensor, since: int) -> None:
+    """Checks that a tensor becomes that of the pinned version. Does not write to it.
+
+    Args:
+        stored: The tensor in the run.
+        units: What has changed, by unit.
+        tensor: The tensor.
+        since: The version that it should have.
+
+    Raises:
+        CorruptDataError: The tensor has other values than those of the version.
+    """
+    for part, piece in _pieces(stored, units):
+        if piece.elements is None:
+            continue
+        segment = piece.segment
+        own = tensor.detach()[part.described.box.slices].reshape(-1)[segment.start_element : segment.stop_element]
+        result = own.to("cpu", piece.values.dtype, copy=True)
+        result[piece.elements] = piece.values
+        data = result.view(torch.uint8)
+        if xxhash.xxh3_64_intdigest(memory_at(data.data_ptr(), data.numel(), data)) != piece.checksum:
+            raise CorruptDataError(
+                f"{stored.name!r} does not have the values of version {since} in {piece.values.dtype}, so nothing was "
+                "changed: read the whole version with values()",
+                parameter=stored.name,
+                version=since,
+            )
+
+
+def _pieces(stored: StoredParameter, units: Mapping[str, UnitChanges]) -> Iterator[tuple[StoredPart, _Piece]]:
+    for part in stored.parts:
+        if (changes := units.get(part.unit_name)) is not None:
+            yield from ((part, piece) for piece in changes.pieces(part.index))
+
+
+def _places(own: Box, region: Box, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps elements of a flattened part to a flattened region.
+
+    Returns:
+        Places in the region, and which of them are inside. Each [len(elements)]
+    """
+    if own == region:
+        return elements, torch.ones(len(elements), dtype=torch.bool)
+    places, is_inside, stride = torch.zeros_like(elements), torch.ones(len(elements), dtype=torch.bool), 1
+    for size, own_first, first, count in reversed(
+        list(zip(own.shape, own.offsets, region.offsets, region.shape, strict=True))
+    ):
+        inside = elements % size + own_first - first
+        is_inside &= (inside >= 0) & (inside < count)
+        places, elements, stride = places + inside * stride, elements // size, stride * count
+    return places, is_inside
