@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +14,13 @@ from torch import nn
 
 import shardwell
 from shardwell.command.cli import main
+from shardwell_server.coordinator.inspection.events import EventKind
+from shardwell_server.shard.restart.shard_record import decode
 from shardwell_wire.errors import CapacityError, NotFoundError, RunMismatchError, VersionGoneError
+from shardwell_wire.host.server_folders import RECORD_SUFFIX
 from tests.support.background_training import BackgroundTraining
-from tests.support.cluster import wait_in_sync
+from tests.support.cluster import events, wait_in_sync
+from tests.support.shared_files import folder_of
 
 KEPT = 3
 
@@ -39,6 +45,16 @@ class Training(BackgroundTraining):
 
     def digest(self, version: int) -> str:
         return shardwell.weights_digest(self.states[version])
+
+
+class PlainTraining(Training):
+    """A run without buffers, which may be asynchronous."""
+
+    model, units = partial(nn.Sequential, nn.Linear(120, 120)), {nn.Linear}  # type: ignore[assignment]
+
+
+def lost_versions(address: str, run: str) -> list[str]:
+    return [event.message for event in events(address, run) if event.kind == EventKind.VERSIONS_LOST]
 
 
 def assert_version(reader: shardwell.Reader, training: Training, version: int, name: int | str | None = None) -> None:
@@ -128,6 +144,86 @@ def test_promoted_backup_has_the_kept_versions() -> None:
             for version in range(newest - KEPT, newest + 1):
                 assert_version(reader, training, version)
             training.resume()
+
+
+@pytest.mark.parametrize("stop, is_asynchronous", [("kill", False), ("stop", False), ("kill", True)])
+def test_versions_survive_a_restart_of_all_servers(stop: str, is_asynchronous: bool) -> None:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        training = Training(cluster.address, keep_versions=KEPT)
+        if is_asynchronous:
+            training = PlainTraining(cluster.address, keep_versions=KEPT, consistency=shardwell.ASYNCHRONOUS)
+        with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+            training.wait_for(KEPT + 1)
+            published = training.pause() - 1
+            assert (
+                main(["publish", training.run, "eval", "--version", str(published), "--address", cluster.address]) == 0
+            )
+            training.resume()
+            training.wait_for(published + 2 * KEPT)
+            newest = training.pause()
+            for server in cluster.shards:
+                server.kill() if stop == "kill" else server.stop(20.0)
+                server.restart(time.monotonic() + 60.0)
+            cluster.restart_coordinator()
+            for version in (newest - 2, newest - 1, newest):
+                assert_version(reader, training, version)
+            assert_version(reader, training, published, "eval")
+            training.resume()
+            training.wait_for(newest + 2 * KEPT)
+            assert_version(reader, training, published, "eval")
+        assert not lost_versions(cluster.address, training.run)
+
+
+def test_backup_that_is_built_later_has_the_published_version() -> None:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        training = Training(cluster.address, keep_versions=KEPT)
+        with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+            training.wait_for(KEPT)
+            published = training.pause()
+            assert main(["publish", training.run, "eval", "--address", cluster.address]) == 0
+            training.resume()
+            training.wait_for(published + KEPT)
+            assert main(["backups", training.run, "1", "--address", cluster.address]) == 0
+            wait_in_sync(cluster.address, training.run)
+            newest = training.pause()
+            cluster.shards[0].kill()
+            assert_version(reader, training, published, "eval")
+            assert_version(reader, training, newest - 1)
+            training.resume()
+        assert not lost_versions(cluster.address, training.run)
+
+
+def test_versions_that_a_restarted_server_lacks_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+        training = Training(cluster.address, keep_versions=KEPT)
+        with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+            training.wait_for(KEPT)
+            published, address = training.pause(), ["--address", cluster.address]
+            assert main(["publish", training.run, "eval", *address]) == 0
+            training.resume()
+            training.wait_for(published + 2)
+            training.pause()
+            server = cluster.shards[0]
+            folder = folder_of(server.pid)
+            server.kill()
+            for record in folder.glob(f"*{RECORD_SUFFIX}"):
+                for name in decode(record.read_bytes()).held:
+                    (folder / name).unlink(missing_ok=True)
+            server.restart(time.monotonic() + 60.0)
+            (lost,) = lost_versions(cluster.address, training.run)
+            assert f"{published} (eval)" in lost and "the former process of server 'shard-0' did not leave them" in lost
+            with pytest.raises(VersionGoneError, match=f"has lost 'eval', version {published}: the former"):
+                reader.digest("eval")
+            with pytest.raises(VersionGoneError, match="did not leave them"):
+                reader.digest(published + 1)
+            capsys.readouterr()
+            assert main(["publish", training.run, *address]) == 0
+            assert f"eval: lost, version {published}: the former process of server" in capsys.readouterr().out
+            assert main(["publish", training.run, "eval", "--remove", *address]) == 0
+            training.resume()
+            newest = training.step + KEPT + 1
+            training.wait_for(newest)
+            assert_version(reader, training, training.pause() - KEPT)
 
 
 def test_server_without_memory_for_the_versions_refuses_the_run() -> None:

@@ -313,6 +313,8 @@ def _publish(arguments: argparse.Namespace) -> int:
             print(f"kept: {', '.join(map(str, described.kept_versions)) or 'none'}")
             for name, version in sorted(described.published.items()):
                 print(f"{name}: version {version}")
+            for name, lost in sorted(described.lost.items()):
+                print(f"{name}: lost, {lost}")
             return 0
         request = coordinator_pb2.PublishVersionRequest(
             run=arguments.run, name=arguments.name, version=arguments.version, remove=arguments.remove

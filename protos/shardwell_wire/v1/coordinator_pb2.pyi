@@ -321,6 +321,7 @@ class HeldShard(google.protobuf.message.Message):
     UPDATING_FIELD_NUMBER: builtins.int
     PLACEMENT_FIELD_NUMBER: builtins.int
     ROLE_FIELD_NUMBER: builtins.int
+    HELD_VERSIONS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     run_id: builtins.str
@@ -345,6 +346,10 @@ class HeldShard(google.protobuf.message.Message):
     """In RegisterServerRequest: what the predecessor did with the copy. In RegisterServerResponse: what the process does
     with it from now on.
     """
+    @property
+    def held_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Older versions that the predecessor has left."""
+
     def __init__(
         self,
         *,
@@ -359,8 +364,9 @@ class HeldShard(google.protobuf.message.Message):
         updating: builtins.bool = ...,
         placement: builtins.int = ...,
         role: shardwell_wire.v1.shard_pb2.ShardRole.ValueType = ...,
+        held_versions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["can_update", b"can_update", "placement", b"placement", "role", b"role", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index", "updating", b"updating", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["can_update", b"can_update", "held_versions", b"held_versions", "placement", b"placement", "role", b"role", "run", b"run", "run_id", b"run_id", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "unit_index", b"unit_index", "updating", b"updating", "version", b"version"]) -> None: ...
 
 global___HeldShard = HeldShard
 
@@ -680,6 +686,7 @@ class RunConfig(google.protobuf.message.Message):
     CONSISTENCY_FIELD_NUMBER: builtins.int
     MAX_STALENESS_FIELD_NUMBER: builtins.int
     KEEP_VERSIONS_FIELD_NUMBER: builtins.int
+    MAX_READER_LAG_FIELD_NUMBER: builtins.int
     seed: builtins.int
     """Base seed of data order, dropout and random initial values."""
     min_trainers: builtins.int
@@ -706,6 +713,8 @@ class RunConfig(google.protobuf.message.Message):
     """With CONSISTENCY_BOUNDED_STALENESS: how many items a data rank may be ahead of the slowest one."""
     keep_versions: builtins.int
     """Versions besides the newest that readers can read: published ones, and the last ones before the newest."""
+    max_reader_lag: builtins.int
+    """How many versions a reader with ReaderReport.hold_s may be behind when a step is committed. Unset: any number."""
     @property
     def world(self) -> shardwell_wire.v1.common_pb2.World:
         """The grid of logical ranks."""
@@ -732,9 +741,10 @@ class RunConfig(google.protobuf.message.Message):
         consistency: global___Consistency.ValueType = ...,
         max_staleness: builtins.int = ...,
         keep_versions: builtins.int = ...,
+        max_reader_lag: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "consistency", b"consistency", "keep_versions", b"keep_versions", "max_staleness", b"max_staleness", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "_max_reader_lag", b"_max_reader_lag", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "max_reader_lag", b"max_reader_lag", "world", b"world"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_backups", b"_backups", "_checkpoint_dir", b"_checkpoint_dir", "_checkpoint_every", b"_checkpoint_every", "_checkpoint_keep", b"_checkpoint_keep", "_max_reader_lag", b"_max_reader_lag", "backups", b"backups", "checkpoint_dir", b"checkpoint_dir", "checkpoint_every", b"checkpoint_every", "checkpoint_keep", b"checkpoint_keep", "consistency", b"consistency", "keep_versions", b"keep_versions", "max_reader_lag", b"max_reader_lag", "max_staleness", b"max_staleness", "min_trainers", b"min_trainers", "num_layers", b"num_layers", "reduction_groups", b"reduction_groups", "seed", b"seed", "world", b"world"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_backups", b"_backups"]) -> typing.Literal["backups"] | None: ...
     @typing.overload
@@ -743,6 +753,8 @@ class RunConfig(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_every", b"_checkpoint_every"]) -> typing.Literal["checkpoint_every"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checkpoint_keep", b"_checkpoint_keep"]) -> typing.Literal["checkpoint_keep"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_reader_lag", b"_max_reader_lag"]) -> typing.Literal["max_reader_lag"] | None: ...
 
 global___RunConfig = RunConfig
 
@@ -4281,6 +4293,22 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class LostEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     VERSION_FIELD_NUMBER: builtins.int
     WORLD_FIELD_NUMBER: builtins.int
     UNITS_FIELD_NUMBER: builtins.int
@@ -4289,6 +4317,7 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     NEWEST_FIELD_NUMBER: builtins.int
     KEPT_VERSIONS_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The described version: number of committed steps."""
     run_id: builtins.str
@@ -4311,11 +4340,15 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
 
     @property
     def kept_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Older versions that the run keeps, in order. A server process that was started or got its shards later lacks some."""
+        """Older versions that the run keeps, in order."""
 
     @property
     def published(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Published versions, by name."""
+
+    @property
+    def lost(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Published versions that are lost, by name: which version, and why."""
 
     def __init__(
         self,
@@ -4328,9 +4361,10 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         newest: builtins.int = ...,
         kept_versions: collections.abc.Iterable[builtins.int] | None = ...,
         published: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        lost: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kept_versions", b"kept_versions", "newest", b"newest", "published", b"published", "rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_versions", b"kept_versions", "lost", b"lost", "newest", b"newest", "published", b"published", "rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
 
@@ -4346,6 +4380,7 @@ class ReaderReport(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
+    HOLD_S_FIELD_NUMBER: builtins.int
     reader_id: builtins.str
     """Random id of the reader."""
     name: builtins.str
@@ -4358,6 +4393,10 @@ class ReaderReport(google.protobuf.message.Message):
     """Bytes that it has received over networks."""
     leaving: builtins.bool
     """Whether it is about to end."""
+    hold_s: builtins.float
+    """How long a run with RunConfig.max_reader_lag waits for the reader after its last request, in seconds, at most 86400.
+    0: the run does not wait.
+    """
     def __init__(
         self,
         *,
@@ -4367,9 +4406,10 @@ class ReaderReport(google.protobuf.message.Message):
         version: builtins.int | None = ...,
         received_bytes: builtins.int = ...,
         leaving: builtins.bool = ...,
+        hold_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "host", b"host", "leaving", b"leaving", "name", b"name", "reader_id", b"reader_id", "received_bytes", b"received_bytes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "hold_s", b"hold_s", "host", b"host", "leaving", b"leaving", "name", b"name", "reader_id", b"reader_id", "received_bytes", b"received_bytes", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___ReaderReport = ReaderReport
@@ -4400,6 +4440,7 @@ class ReaderSummary(google.protobuf.message.Message):
     LAG_FIELD_NUMBER: builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: builtins.int
     SILENT_S_FIELD_NUMBER: builtins.int
+    HOLD_S_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the reader."""
     host: builtins.str
@@ -4412,6 +4453,8 @@ class ReaderSummary(google.protobuf.message.Message):
     """Bytes that it has received over networks."""
     silent_s: builtins.float
     """Seconds since it asked for weights last."""
+    hold_s: builtins.float
+    """As in ReaderReport."""
     def __init__(
         self,
         *,
@@ -4421,9 +4464,10 @@ class ReaderSummary(google.protobuf.message.Message):
         lag: builtins.int | None = ...,
         received_bytes: builtins.int = ...,
         silent_s: builtins.float = ...,
+        hold_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_lag", b"_lag", "_version", b"_version", "lag", b"lag", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_lag", b"_lag", "_version", b"_version", "host", b"host", "lag", b"lag", "name", b"name", "received_bytes", b"received_bytes", "silent_s", b"silent_s", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_lag", b"_lag", "_version", b"_version", "hold_s", b"hold_s", "host", b"host", "lag", b"lag", "name", b"name", "received_bytes", b"received_bytes", "silent_s", b"silent_s", "version", b"version"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_lag", b"_lag"]) -> typing.Literal["lag"] | None: ...
     @typing.overload

@@ -2513,19 +2513,25 @@ class UpdateResponse(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     STALE_BACKUPS_FIELD_NUMBER: builtins.int
+    LOST_VERSIONS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """Version that the update created: step + 1."""
     @property
     def stale_backups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BackupStatus]:
         """Backups on this server that lacked the step. They are out of sync."""
 
+    @property
+    def lost_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Versions in UpdateRequest.kept_versions that a primary on this server does not have."""
+
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         stale_backups: collections.abc.Iterable[global___BackupStatus] | None = ...,
+        lost_versions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["stale_backups", b"stale_backups", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lost_versions", b"lost_versions", "stale_backups", b"stale_backups", "version", b"version"]) -> None: ...
 
 global___UpdateResponse = UpdateResponse
 
@@ -2927,6 +2933,7 @@ class ReceiveShardStateHeader(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     AVERAGES_BEGUN_FIELD_NUMBER: builtins.int
     PARTITIONS_FIELD_NUMBER: builtins.int
+    HELD_VERSIONS_FIELD_NUMBER: builtins.int
     averages_begun: builtins.bool
     """True once a step has updated moving averages."""
     @property
@@ -2945,6 +2952,10 @@ class ReceiveShardStateHeader(google.protobuf.message.Message):
     def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PartitionContent]:
         """State of optimizer partitions, by ascending data rank. Ranks without state are not listed."""
 
+    @property
+    def held_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Older versions that the primary holds, in order."""
+
     def __init__(
         self,
         *,
@@ -2953,9 +2964,10 @@ class ReceiveShardStateHeader(google.protobuf.message.Message):
         parts: collections.abc.Iterable[global___PartContent] | None = ...,
         averages_begun: builtins.bool = ...,
         partitions: collections.abc.Iterable[global___PartitionContent] | None = ...,
+        held_versions: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["context", b"context", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["averages_begun", b"averages_begun", "context", b"context", "partitions", b"partitions", "parts", b"parts", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["averages_begun", b"averages_begun", "context", b"context", "held_versions", b"held_versions", "partitions", b"partitions", "parts", b"parts", "target", b"target"]) -> None: ...
 
 global___ReceiveShardStateHeader = ReceiveShardStateHeader
 
@@ -2968,7 +2980,7 @@ class ReceiveShardStateRequest(google.protobuf.message.Message):
     @property
     def header(self) -> global___ReceiveShardStateHeader:
         """On the first message only. The stream has, for each part, the values, the state tensors, the moving average and the
-        kept gradients; then the state tensors of the partitions.
+        kept gradients; then the state tensors of the partitions; then the values of the held versions.
         """
 
     @property

@@ -354,6 +354,10 @@ class UpdateSender:
                     raise
                 return  # a backup was to be built there, and its memory is not reserved yet
             self._note_stale_backups(run, server_id, response)
+            if response.lost_versions and is_pending():
+                why = f"server {server_id!r} does not have them: it was started, or got its shards, without them"
+                self._state.note_lost_versions(run, response.lost_versions, why)
+                await self._state.save(run)
 
         def note_failure(error: Exception) -> None:
             nonlocal reported

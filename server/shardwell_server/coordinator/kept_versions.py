@@ -7,6 +7,7 @@ for ``RunSettings.keep_versions`` of them, so training never needs this memory.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from shardwell_wire.errors import CapacityError, InvalidRequestError, NotFoundError, VersionGoneError
 
@@ -25,6 +26,10 @@ class KeptVersions:
         self._run, self._limit = run, limit
         self.names: dict[str, int] = {}
         """Published versions by name."""
+        self.lost: dict[str, tuple[int, str]] = {}
+        """Published versions that are lost, by name, and why."""
+        self._lost: dict[int, str] = {}
+        """Why the servers do not have versions that would be kept."""
         self._since = 0
         """No server has older versions than this one, except published ones."""
 
@@ -39,7 +44,8 @@ class KeptVersions:
     def _unnamed(self, named: set[int], newest: int) -> list[int]:
         first = max(self._since, newest - self._limit)
         others = [version for version in range(first, newest) if version not in named]
-        return others[-free:] if (free := self._limit - len(named)) > 0 else []
+        kept = others[-free:] if (free := self._limit - len(named)) > 0 else []
+        return [version for version in kept if version not in self._lost]
 
     def _forget_gap(self, newest: int) -> None:
         """Call before a name is removed or moved: the servers do not have the versions that its memory could keep."""
@@ -52,9 +58,10 @@ class KeptVersions:
             return
         listed = ", ".join(map(str, kept))
         older = f", and it keeps {listed}" if kept else " and keeps no older ones"
+        lost = self._lost.get(version)
         raise VersionGoneError(
-            f"run {self._run!r} is at version {newest}{older}: version {version} is no longer available. "
-            "A new run with join(keep_versions=N) keeps more",
+            f"run {self._run!r} is at version {newest}{older}: version {version} is no longer available"
+            + (". A new run with join(keep_versions=N) keeps more" if lost is None else f": {lost}"),
             version=version,
             newest=newest,
             kept=listed,
@@ -88,30 +95,60 @@ class KeptVersions:
         if name in self.names:
             self._forget_gap(newest)
         self.names[name] = version
+        self.lost.pop(name, None)
 
     def remove(self, name: str, newest: int) -> int:
         """Removes a name. Returns the version. Raises NotFoundError if no version has it."""
+        if name in self.lost:
+            return self.lost.pop(name)[0]
         self.find(name)
         self._forget_gap(newest)
         return self.names.pop(name)
 
     def find(self, name: str) -> int:
-        """Returns the version that is published under a name. Raises NotFoundError if there is none."""
+        """Returns the version that is published under a name.
+
+        Raises:
+            VersionGoneError: The version is lost.
+            NotFoundError: No version has the name.
+        """
+        if name in self.lost:
+            version, why = self.lost[name]
+            raise VersionGoneError(f"run {self._run!r} has lost {name!r}, version {version}: {why}", version=version)
         if name not in self.names:
             known = ", ".join(sorted(map(repr, self.names))) or "none"
             raise NotFoundError(f"run {self._run!r} has no version {name!r}; published versions: {known}", name=name)
         return self.names[name]
 
-    def start_anew(self, version: int) -> None:
-        """Forgets names and versions, because the run was loaded from a checkpoint at a version."""
-        self.names, self._since = {}, version
+    def lose(self, versions: Iterable[int], newest: int, why: str) -> str:
+        """Notes that versions cannot be read any more. Returns what is lost by this, for users. Empty: nothing.
+
+        The names of published versions stay, without the memory, until they are removed.
+        """
+        gone = sorted(set(versions).intersection(self.before(newest)))
+        self._lost = {old: reason for old, reason in self._lost.items() if old >= newest - self._limit}
+        self._lost.update(dict.fromkeys(gone, why))
+        if named := {name: version for name, version in self.names.items() if version in gone}:
+            self._forget_gap(newest)
+        self.lost.update({name: (self.names.pop(name), why) for name in named})
+        known = [f"{version}" + "".join(f" ({name})" for name in named if named[name] == version) for version in gone]
+        return f"versions that readers could read are lost: {', '.join(known)}: {why}" if gone else ""
+
+    def start_anew(self, version: int) -> str:
+        """Drops all versions, because the run was loaded from a checkpoint at a version. Returns as ``lose``."""
+        newest = max([version, *self.names.values()]) + 1
+        lost = self.lose(self.names.values(), newest, f"the run was loaded from its checkpoint of step {version}")
+        self._lost, self._since = {}, version
+        return lost
 
     def to_json(self) -> str:
         """Returns the durable state as text, for ``restore``."""
-        return json.dumps({"names": self.names, "since": self._since})
+        gone = list(self._lost.items())
+        return json.dumps({"names": self.names, "since": self._since, "lost": self.lost, "gone": gone})
 
     def restore(self, text: str) -> None:
         """Restores what ``to_json`` returned, after a coordinator restart. Empty: a run of an older release."""
         if text:
             stored = json.loads(text)
             self.names, self._since = stored["names"], stored["since"]
+            self.lost, self._lost = stored.get("lost", {}), dict(stored.get("gone", []))

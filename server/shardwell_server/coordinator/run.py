@@ -300,8 +300,10 @@ class Run:
 
     def load(
         self, units: Sequence[Unit], records: Sequence[CommitRecord], state: coordinator_pb2.RunState | None
-    ) -> None:
+    ) -> str:
         """Replaces units, commits and state by those of a checkpoint, and starts the step that follows.
+
+        Returns which published versions are lost by this, for users; see ``KeptVersions.lose``.
 
         All work items get new epochs. ``RunCheckpoints.restore`` must be set: until it is cleared, no trainer learns
         of the change.
@@ -310,12 +312,13 @@ class Run:
         self.units.load(units)
         self.relocations.forget_plans()
         self.commits.load(records, state)
-        self.kept_versions.start_anew(self.committed_step)
+        lost_versions = self.kept_versions.start_anew(self.committed_step)
         self.relocations.raise_count()
         if self.started:
             self.work.begin({})
         self.changes.touch()
         self.changed.notify()
+        return lost_versions
 
     # Commits
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 
-from shardwell_server.coordinator.inspection.events import EventLog
+from shardwell_server.coordinator.inspection.events import EventKind, EventLog
 from shardwell_server.coordinator.placed_units import Initializer, Unit
 from shardwell_server.coordinator.ranks.members import Member, MemberState, tell
 from shardwell_server.coordinator.ranks.rank_assignment import ranks_of_items
@@ -233,6 +233,12 @@ class CoordinatorState:
         """Stores the tracked objects of ``Run.note_iteration``, unless the next commit record is being written."""
         if (state := run.commits.state) is not None and not run.commits.writing and not run.deleted:
             await self.storage.save_state(run.name, run.committed_step - 1, state.SerializeToString())
+
+    def note_lost_versions(self, run: Run, versions: Iterable[int], why: str) -> None:
+        """Records that servers lack versions that a run keeps for readers. The caller stores the run."""
+        if lost := run.kept_versions.lose(versions, run.committed_step, why):
+            run.changes.touch()
+            self.events.add(EventKind.VERSIONS_LOST, lost, run=run.name)
 
     async def save_loaded(self, run: Run) -> None:
         """Stores a run that was loaded from a checkpoint, and the end of the restore, all at once."""

@@ -65,10 +65,33 @@ def test_names_that_use_all_memory_leave_no_other_version() -> None:
 
 def test_run_that_was_loaded_has_no_older_versions() -> None:
     versions = kept(3, a=98)
-    versions.start_anew(100)
+    assert versions.start_anew(100) == (
+        "versions that readers could read are lost: 98 (a): the run was loaded from its checkpoint of step 100"
+    )
     assert (versions.names, versions.before(100), versions.before(102)) == ({}, [], [100, 101])
     with pytest.raises(VersionGoneError, match="at version 100 and keeps no older ones"):
         versions.publish("a", 98, 100)
+
+
+def test_versions_that_a_server_lacks_are_not_listed_and_say_why() -> None:
+    versions = kept(3, a=1, b=1)
+    assert versions.before(9) == [1, 7, 8]
+    assert versions.lose([1, 2, 7], 9, "server 's1' burnt") == (
+        "versions that readers could read are lost: 1 (a) (b), 7: server 's1' burnt"
+    )
+    assert versions.lose([1, 7], 9, "again") == "", "each loss is told once"
+    restored = KeptVersions("r", 3)
+    restored.restore(versions.to_json())
+    for found in (versions, restored):
+        assert found.before(9) == [8], "the servers do not have version 6"
+        assert found.before(12) == [9, 10, 11], "the names of lost versions take no memory"
+        with pytest.raises(VersionGoneError, match="version 7 is no longer available: server 's1' burnt"):
+            found.check_kept(7, 9)
+        with pytest.raises(VersionGoneError, match="has lost 'a', version 1: server 's1' burnt"):
+            found.find("a")
+        assert found.remove("a", 9) == 1
+        found.publish("b", 9, 9)
+        assert (found.find("b"), found.lost) == (9, {})
 
 
 def test_version_that_does_not_exist_yet_is_not_published() -> None:

@@ -320,7 +320,7 @@ class RunRestorer:
         if manifest.world.dp != run.settings.world.dp:
             commits = without_items(commits)
         run.checkpoints.first_items = first_items_in(manifest, run.settings)
-        run.load(units, commits, state)
+        lost_versions = run.load(units, commits, state)
         fault_points.reach("coordinator.restore.before_record", step=restore.step)
         await retry_async(lambda: self._state.save_loaded(run), errors=ShardwellError, check=raise_if_deleted)
         fault_points.reach("coordinator.restore.after_record", step=restore.step)
@@ -330,6 +330,8 @@ class RunRestorer:
         why = f": {restore.reason}; {lost - restore.step} steps are repeated" if restore.is_rollback else ""
         kind = EventKind.ROLLED_BACK if restore.is_rollback else EventKind.RUN_RESUMED
         self._state.events.add(kind, f"{steps} from {restore.url}{why}", run=run.name)
+        if lost_versions:
+            self._state.events.add(EventKind.VERSIONS_LOST, lost_versions, run=run.name)
         if differences := describe_other_data_ranks(manifest, run.settings.world, commits_in(manifest, restore.url)):
             logger.warning("run %r: %s", run.name, differences)
             self._state.events.add(EventKind.DATA_RANKS_CHANGED, differences, run=run.name)

@@ -404,6 +404,7 @@ def _weights(run: Run, cluster: Cluster, version: int) -> coordinator_pb2.Descri
         newest=run.committed_step,
         kept_versions=run.kept_versions.before(run.committed_step),
         published=run.kept_versions.names,
+        lost={name: f"version {version}: {why}" for name, (version, why) in run.kept_versions.lost.items()},
     )
 
 

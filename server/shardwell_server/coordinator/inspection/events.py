@@ -85,6 +85,8 @@ class EventKind(StrEnum):
     """A server has no shards any more and may be stopped."""
     RUN_REBALANCED = "run_rebalanced"
     """The shards of a run are spread evenly over the servers."""
+    VERSIONS_LOST = "versions_lost"
+    """Versions that a run kept for readers are gone. The message names them and says why."""
     UPDATE_DELAYED = "update_delayed"
     """A server has not acknowledged the update of a committed step. The update is repeated."""
     CHECKPOINT_STARTED = "checkpoint_started"

@@ -31,7 +31,7 @@ from shardwell_server.coordinator.servers.shard_servers import ShardServers
 from shardwell_server.coordinator.state import CoordinatorState
 from shardwell_server.coordinator.storage.records import BackupState, ShardRecord
 from shardwell_wire import fault_points
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
 
 class Relocator:
@@ -174,6 +174,12 @@ class Relocator:
                 kept += found
                 if former:
                     self._begin_adoption(run, process, former)
+                for shard in found:
+                    if shard.role != shard_pb2.SHARD_ROLE_BACKUP:
+                        kept_here = {*shard.held_versions, *range(shard.version, run.committed_step)}
+                        lost = set(run.kept_versions.before(run.committed_step)) - kept_here
+                        why = f"the former process of server {server_id!r} did not leave them"
+                        self._state.note_lost_versions(run, lost, why)
                 adopting.append(run)
         for run in adopting:
             await self._state.save(run)

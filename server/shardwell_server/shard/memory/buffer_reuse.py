@@ -64,9 +64,13 @@ class BufferPool:
         """Stops counting an acquired buffer. The caller counts it elsewhere."""
         self.taken_bytes -= buffer.numel()
 
+    def attach(self, buffer: torch.Tensor) -> None:
+        """Counts memory that was acquired elsewhere. The caller releases it to the pool."""
+        self.taken_bytes += buffer.numel()
+
     def release_detached(self, buffer: torch.Tensor) -> None:
         """Returns a detached buffer to the pool."""
-        self.taken_bytes += buffer.numel()
+        self.attach(buffer)
         self.release(buffer)
 
     def trim(self) -> None:

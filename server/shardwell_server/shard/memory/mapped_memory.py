@@ -335,9 +335,9 @@ class SharedMemory:
             logger.warning("%s. The server uses ordinary memory and sockets where shared memory is full", error)
         return error
 
-    def create_shard_file(self, size_bytes: int, what: str) -> ShardFile:
-        """Makes the file for the parameters of one shard. Raises as ``create`` does."""
-        return ShardFile(self.create(HEAD_BYTES + size_bytes, what))
+    def create_shard_file(self, size_bytes: int, what: str, suffix: str = "") -> ShardFile:
+        """Makes the file for the parameters of one shard. Arguments and errors as in ``create``."""
+        return ShardFile(self.create(HEAD_BYTES + size_bytes, what, suffix))
 
     # ---- files of a former process ----
 

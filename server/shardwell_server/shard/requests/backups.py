@@ -68,7 +68,12 @@ async def receive_state(
             "reserve it again to copy it again",
             unit=former.unit,
         )
-    what = f"state of {former.what}"
+    what, held = f"state of {former.what}", list(header.held_versions)
+    if sorted(set(held)) != held or len(held) > former.spec.held_versions or (held and held[-1] >= version):
+        raise InvalidRequestError(
+            f"{what}: held_versions is {held[:10]}, expected at most {former.spec.held_versions} rising versions below "
+            f"{version}"
+        )
     content = read_content(former, header)
     tensors = [*(tensor for part in content.parts for tensor in part.state.values())]
     tensors += [tensor for partition in content.partitions for tensor in partition.data]
@@ -78,8 +83,11 @@ async def receive_state(
     shard.backups.placement = header.target.placement
     async with shard.streams.replace("state", (header.target.placement,), what):
         destination = begin_import(shard, content)
-        await incoming.into([tensor_memory(tensor) for _, tensor in destination.tensors()], what)
+        tensors = [tensor for _, tensor in destination.tensors()]
+        tensors += [shard.values.held.receive(older, shard.size_bytes) for older in held]
+        await incoming.into([tensor_memory(tensor) for tensor in tensors], what)
         finish_import(shard, version)
+    run.kept_versions |= set(held)  # until the next update names them
     return shard_pb2.ReceiveShardStateResponse(version=version)
 
 

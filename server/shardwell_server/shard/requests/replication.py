@@ -132,15 +132,17 @@ class Replicator:
             deadline: Time of the event loop.
         """
         shard.backups.by_server.pop(backup.server_id, None)  # it is built anew
-        state = export(shard)
+        state, held = export(shard), shard.values.held
         assert shard.version is not None
-        size_bytes = state.size_bytes
+        older = [held.find(version) for version in held.versions]
         header = shard_pb2.ReceiveShardStateHeader(
-            context=self._context(run, shard.version), target=self._target(shard, backup)
+            context=self._context(run, shard.version), target=self._target(shard, backup), held_versions=held.versions
         )
         write_content(state, header)
         first = shard_pb2.ReceiveShardStateRequest(header=header)
         pieces = [tensor_memory(tensor) for _, tensor in state.tensors()]
+        pieces += [tensor_memory(each.buffer) for each in older if each is not None]
+        size_bytes = sum(piece.nbytes for piece in pieces)
         left_s = deadline - asyncio.get_running_loop().time()
         fault_points.reach("server.copy_shard.before", unit=shard.index)
         sending = self._send_stream(

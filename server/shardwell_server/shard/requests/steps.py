@@ -216,12 +216,15 @@ async def update(run: HostedRun, request: shard_pb2.UpdateRequest) -> shard_pb2.
         run.clear_prepared()
     fault_points.reach("server.update.after", step=step)
     stale = [status_of(shard, shard.placement, shard.out_of_sync) for shard in run.backups if shard.out_of_sync]
-    return shard_pb2.UpdateResponse(version=step + 1, stale_backups=stale)
+    primaries = [shard for shard in run.published if shard.version == step + 1]
+    lost = {kept for kept in run.kept_versions for shard in primaries if shard.values.held.find(kept) is None}
+    return shard_pb2.UpdateResponse(version=step + 1, stale_backups=stale, lost_versions=sorted(lost))
 
 
 async def _update_alone(run: HostedRun, shard: UnitShard, asked: StepUpdate) -> None:
     await run.before_update(shard)
     async with shard.unchanging:
+        _release_held_of(run, shard)
         for_readers = asked.step not in _read_by_items(run, shard)
         await shard.update(asked, hold=_is_read(run, shard, asked.step), for_readers=for_readers)
 
@@ -266,7 +269,12 @@ def _release_held(run: HostedRun) -> None:
     if run.rank_versions is None and not run.kept_versions:
         return
     for shard in (*run.published, *run.backups):
-        shard.values.held.keep(run.kept_versions | _read_by_items(run, shard))
+        if not shard.unchanging.locked():  # otherwise a backup may be receiving the versions: its update releases them
+            _release_held_of(run, shard)
+
+
+def _release_held_of(run: HostedRun, shard: UnitShard) -> None:
+    shard.values.held.keep(run.kept_versions | _read_by_items(run, shard))
 
 
 def _able_backups(run: HostedRun, asked: StepUpdate) -> list[UnitShard]:

@@ -53,6 +53,8 @@ class RecordedState(NamedTuple):
     """None before the first update."""
     prepared: PreparedRecord | None
     """None: no step is prepared, or its gradient is not in its file."""
+    held: tuple[str, ...] = ()
+    """Files of older versions."""
 
     @property
     def update_count(self) -> int:
@@ -258,7 +260,7 @@ class ShardFiles:
     def _content(self, state: RecordedState) -> tuple[object, ...]:
         optimizer = state.optimizer
         described = None if optimizer is None else (optimizer.revision, optimizer.averages.has_started)
-        return state.role, state.relocation, state.values, self.mean, optimizer, described
+        return state.role, state.relocation, state.values, self.mean, optimizer, described, state.held
 
     def _save_word(self, version: int, update_count: int, step: PreparedRecord | None) -> None:
         assert self._recorded is not None and self._values is not None
@@ -299,6 +301,7 @@ class ShardFiles:
             generation=generation,
             present=present,
             counted=() if state.optimizer is None else state.optimizer.counted,
+            held=state.held,
         )
         try:
             # A write that fails may leave a record, which must then be removed.

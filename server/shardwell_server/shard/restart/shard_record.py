@@ -112,6 +112,8 @@ class ShardDescription:
     """What ``PreparedRecord.present`` is in the steps that step words name as prepared with gradients."""
     counted: Sequence[int] = ()
     """Numbers of the parts that the updates counted by step words change."""
+    held: Sequence[str] = ()
+    """Files of older versions, each of which shows its version."""
 
     def continued(self, word: StepWord) -> ShardDescription:
         """Returns the state that a step word of this record leads to. A word of another record changes nothing."""
@@ -153,6 +155,7 @@ _FIELDS = (
     "generation",
     "present",
     "counted",
+    "held",
 )
 
 
@@ -194,6 +197,7 @@ def decode(data: bytes) -> ShardDescription:
         keep_versions=content.get("keep_versions", 0),  # a file of an older version has none
         **numbers,
     )
+    content.setdefault("held", [])  # a file of an older version has none
     fields = {name: content[name] for name in _FIELDS}
     fields["role"] = Role(content["role"])
     fields["parts"] = [_part(part) for part in content["parts"]]

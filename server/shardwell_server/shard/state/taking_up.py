@@ -52,6 +52,7 @@ class TakenShard:
             updating=shard.values.updating,
             placement=shard.placement,
             role=ROLES[shard.role],
+            held_versions=shard.values.held.versions,
         )
 
 
@@ -88,6 +89,7 @@ class ShardsOfFormer:
             identity = taken.shard.run
             run = runs.setdefault(identity.run_id, HostedRun(identity, self._logs[identity.run_id]))
             run.add_shard(taken.shard)
+            run.kept_versions |= set(taken.shard.values.held.versions)  # until the next update names them
             if taken.shard.spec.asynchronous:  # older versions are lost, and work items start again
                 run.read_by_rank().start_at(taken.shard.version or 0)
         logger.info("took up %d of %d shards of former processes in %s", len(self._shards), len(records), shared.folder)
@@ -136,10 +138,15 @@ class ShardsOfFormer:
             values.show(record.version)
         files.take_up(name, record, values)
         grant = Grant(self._memory, shard.initial_quota, shard.size_bytes, reserved=shard.initial_quota.try_acquire())
-        shard.values.take_up(LiveBuffer.from_file(values, grant), record.version)
+        shard.values.take_up(LiveBuffer.from_file(values, grant), record.version, self._held_files(record))
         parts = [_part(files, part) for part in record.parts]
         content = OptimizerContent(parts, record.averages_started)
         shard.take_up(content, None if files.mean is None else files.mean.tensor, record.prepared)
+
+    def _held_files(self, record: ShardDescription) -> list[ShardFile]:
+        size_bytes = HEAD_BYTES + record.spec.size_bytes
+        names = [name for name in record.held if self._shared.has(name)]
+        return [ShardFile(self._shared.open(name, size_bytes), is_new=False) for name in names]
 
 
 def recorded_files(shared: SharedMemory) -> set[str]:
@@ -148,7 +155,7 @@ def recorded_files(shared: SharedMemory) -> set[str]:
     for name, data in shared.records().items():
         with suppress(ValueError, LookupError, TypeError):  # the next process cannot read it either, and says so
             record = shard_record.decode(data)
-            found |= {file for file in (name, record.values, *record.files) if shared.has(file)}
+            found |= {file for file in (name, record.values, *record.files, *record.held) if shared.has(file)}
     return found
 
 

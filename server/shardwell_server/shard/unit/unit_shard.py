@@ -428,6 +428,7 @@ class UnitShard:
             values=values,
             optimizer=self.optimizer,
             prepared=step,
+            held=self.values.held.file_names,
         )
 
     @property
@@ -439,7 +440,7 @@ class UnitShard:
     def shared_files(self) -> list[str]:
         """Names of the files from which another process of the server can take up the shard."""
         values = [] if self.values_file is None else [self.values_file.name]
-        return values if self._files is None else [*values, *self._files.names]
+        return values if self._files is None else [*values, *self.values.held.file_names, *self._files.names]
 
     def take_up(self, content: OptimizerContent, mean: torch.Tensor | None, prepared: PreparedRecord | None) -> None:
         """Continues with the state of a former process, after its values.

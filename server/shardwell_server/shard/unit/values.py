@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -211,11 +212,12 @@ class Values:
                 f"{self._what} cannot be published: the initial values of epoch {epoch} are not complete on this server"
             )
 
-    def take_up(self, live: LiveBuffer, version: int) -> None:
+    def take_up(self, live: LiveBuffer, version: int, held: Sequence[ShardFile] = ()) -> None:
         """Continues with the values of a former process.
 
         Args:
             live: The values.
+            held: Files of older versions.
             version: Their version. If the file does not show it, the update to the next version was interrupted: no
                 version is readable until that update is repeated.
         """
@@ -224,6 +226,7 @@ class Values:
         self._updating = live.file.shown != version
         self._becoming = version + 1 if self._updating else None
         self.current = VersionBytes(live.buffer, version + 1 if self._updating else version)
+        self.held.take_up(held, below=self.current.version)
         self._notify()
 
     @property
@@ -494,10 +497,18 @@ class Snapshots:
         )
 
 
+class _HeldMemory(NamedTuple):
+    buffer: torch.Tensor
+    grant: Grant
+    file: ShardFile | None
+    """The file of the buffer. It shows the version, or ``UPDATING`` if it has none. None: ordinary memory."""
+
+
 class HeldVersions:
     """Versions of one shard that stay readable until the run keeps them no more, and no work item reads them.
 
-    They use the shard's reservation and are never evicted, unlike snapshots. Used on the event loop.
+    They use the shard's reservation and are never evicted, unlike snapshots. If the next process of the server can take
+    up shards, they are in files in shared memory, which are reused. Used on the event loop.
 
     Args:
         what: Names the shard in errors.
@@ -510,14 +521,23 @@ class HeldVersions:
     def __init__(self, what: str, unit: str, memory: Memory, count: int, snapshots: Snapshots) -> None:
         self._what, self._unit, self._memory, self._snapshots = what, unit, memory, snapshots
         self._quota = BufferQuota(count)
-        self._held: dict[int, tuple[VersionBytes, Grant]] = {}
-        self._next: tuple[torch.Tensor, Grant] | None = None
+        self._held: dict[int, tuple[VersionBytes, _HeldMemory]] = {}
+        self._next: _HeldMemory | None = None
         """Memory for the next version to be held."""
+        self._spare: list[ShardFile] = []
+        """Files without a version."""
+        self.file_names: tuple[str, ...] = ()
+        """Names of all files."""
 
     def find(self, version: int) -> VersionBytes | None:
         """Returns a held version. None if it is not held."""
         found = self._held.get(version)
         return None if found is None else found[0]
+
+    @property
+    def versions(self) -> list[int]:
+        """The held versions, in order."""
+        return sorted(self._held)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Returns memory for the next version to be held. Returns the same memory until ``add``. [size_bytes]
@@ -527,21 +547,64 @@ class HeldVersions:
         """
         if self._next is None:
             grant = self._memory.grant(size_bytes, self._quota, f"an older version of {self._what}")
-            self._next = grant.acquire_buffer(size_bytes), grant
-        return self._next[0]
+            file = self._spare.pop() if self._spare else self._new_file(size_bytes)
+            self._next = _HeldMemory(grant.acquire_buffer(size_bytes) if file is None else file.buffer, grant, file)
+        return self._next.buffer
 
-    def add(self, version: VersionBytes) -> None:
-        """Holds a version, whose bytes the caller has copied to the memory from ``allocate``."""
+    def _new_file(self, size_bytes: int) -> ShardFile | None:
+        shared = self._memory.shared
+        if shared is None or not shared.restartable:
+            return None
+        try:
+            file = shared.create_shard_file(size_bytes, f"an older version of {self._what}", ".held")
+        except CapacityError:
+            return None  # SharedMemory logs the reason
+        self._note(file)
+        return file
+
+    def _note(self, file: ShardFile) -> None:
+        self._memory.note_shared(file.buffer.numel())
+        self.file_names = (*self.file_names, file.name)
+
+    def receive(self, version: int, size_bytes: int) -> torch.Tensor:
+        """Holds a version of an unpublished shard. Returns its memory, which the caller fills before it publishes.
+
+        Raises:
+            CapacityError: There is no memory.
+        """
+        self.allocate(size_bytes)
+        return self.add(VersionBytes(torch.empty(0), version, newest=False)).buffer
+
+    def take_up(self, files: Iterable[ShardFile], below: int) -> None:
+        """Holds the versions below a number that a former process left in files, and reuses the other files."""
+        for file in files:
+            self._note(file)
+            if not (0 <= file.shown < below and self._quota.try_acquire()):
+                file.show(UPDATING)
+                self._spare.append(file)
+                continue
+            grant = Grant(self._memory, self._quota, file.buffer.numel(), reserved=True)
+            version = VersionBytes(file.buffer, file.shown, newest=False)
+            self._held[version.version] = version, _HeldMemory(file.buffer, grant, file)
+
+    def add(self, version: VersionBytes) -> VersionBytes:
+        """Holds a version, whose bytes the caller has copied to the memory from ``allocate``. Returns it."""
         assert self._next is not None
-        version.buffer, grant = self._next
-        self._next, self._held[version.version] = None, (version, grant)
+        version.buffer = self._next.buffer
+        if self._next.file is not None:
+            self._next.file.show(version.version)
+        self._held[version.version], self._next = (version, self._next), None
+        return version
 
     def keep(self, versions: Collection[int]) -> None:
         """Releases all held versions except those given. Versions with readers become snapshots if memory is free."""
         for version in self._held.keys() - set(versions):
-            found, grant = self._held[version]
-            if found.readers and self._is_evictable(grant):
+            found, memory = self._held[version]
+            if found.readers and self._is_evictable(memory.grant):
                 del self._held[version]
+                if memory.file is not None:  # the snapshot's buffer belongs to the pool from now on
+                    self._close(memory.file)
+                    self._memory.pool.attach(found.buffer)
                 self._snapshots.add(found)
                 continue
             self._release(
@@ -564,16 +627,29 @@ class HeldVersions:
         for version in list(self._held):
             self._release(version, why)
         if self._next is not None:
-            buffer, grant = self._next
+            self._free(self._next)
             self._next = None
-            self._memory.pool.release(buffer)
-            grant.release()
+        for file in self._spare:
+            self._close(file)
+        self._spare.clear()
 
     def _release(self, version: int, why: ShardwellError) -> None:
-        found, grant = self._held.pop(version)
+        found, memory = self._held.pop(version)
         found.revoked = why
-        self._memory.pool.release(found.buffer)
-        grant.release()
+        self._free(memory)
+
+    def _free(self, memory: _HeldMemory) -> None:
+        if memory.file is None:
+            self._memory.pool.release(memory.buffer)
+        else:
+            memory.file.show(UPDATING)
+            self._spare.append(memory.file)
+        memory.grant.release()
+
+    def _close(self, file: ShardFile) -> None:
+        file.close()
+        self._memory.note_shared(-file.buffer.numel())
+        self.file_names = tuple(name for name in self.file_names if name != file.name)
 
 
 class RankVersions:
