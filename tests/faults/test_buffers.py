@@ -28,11 +28,13 @@ def plain_hash(*, write: bool = False) -> str:
     return state_hash(plain_state(2, STEPS, write=write))
 
 
-@pytest.mark.parametrize("point", ["item ended", "work finished"])
-def test_buffers_of_rank_0_survive_the_death_of_its_trainer(cluster: shardwell.LocalCluster, point: str) -> None:
+@pytest.mark.parametrize(("point", "step"), [("item ended", 1), ("work finished", 1), ("item ended", 0)])
+def test_buffers_of_rank_0_survive_the_death_of_its_trainer(
+    cluster: shardwell.LocalCluster, point: str, step: int
+) -> None:
     run = uuid.uuid4().hex
     with (
-        BufferTrainer(cluster.address, run, "--rank", 0, "--kill", point, "--kill-step", 1) as killed,
+        BufferTrainer(cluster.address, run, "--rank", 0, "--kill", point, "--kill-step", step) as killed,
         BufferTrainer(cluster.address, run, "--rank", 1) as survivor,
     ):
         assert killed.finish()["returncode"] == -9

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
 
 import shardwell
 from shardwell.transport.service_client import CoordinatorClient
@@ -184,6 +188,59 @@ def test_auto_wrap_keeps_the_models_buffer_names(cluster: shardwell.LocalCluster
     values = exported(cluster, run_name)
     assert values.keys() == state.keys()
     assert all(torch.equal(values[name], value) for name, value in state.items())
+
+
+def _quantized() -> nn.Module:
+    """Returns a model for quantization-aware training. Its first forward resizes the buffers of all observers."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
+    prepared: nn.Module = quantization.prepare_qat(model)
+    return prepared
+
+
+def _train_quantized(session: shardwell.Session, steps: int) -> Mapping[str, torch.Tensor]:
+    model = shardwell.auto_wrap(_quantized(), session)
+    optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+    for step in session.steps(steps):
+        for inputs in step.batches(lambda item, rank: batch(item, rank)[:, :4]):
+            model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shardwell.full_state_dict(model)
+
+
+def _plain_quantized(steps: int) -> Mapping[str, torch.Tensor]:
+    """Returns the state of plain PyTorch with two data ranks, of which rank 0 keeps its buffers."""
+    model = _quantized()
+    for step in range(steps):
+        items = [copy.deepcopy(model) for _ in range(2)]
+        for rank, item in enumerate(items):
+            item(batch(step, rank)[:, :4]).square().mean().backward()
+        model = items[0]
+        for parameter, other in zip(model.parameters(), items[1].parameters(), strict=True):
+            assert parameter.grad is not None and other.grad is not None
+            parameter.grad = (parameter.grad + other.grad) / 2
+        torch.optim.SGD(model.parameters(), lr=LR, fused=True).step()
+        model.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_observers_keep_their_shapes(cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path) -> None:
+    expected = [state_hash(_plain_quantized(steps)) for steps in range(5)]
+    with join(cluster, run_name) as session:
+        assert state_hash(_train_quantized(session, 2)) == expected[2]
+    with join(cluster, run_name, checkpoint_dir=str(tmp_path)) as session:
+        assert state_hash(_train_quantized(session, 3)) == expected[3]
+        url = session.save_checkpoint(wait=True)
+    model = _quantized()
+    with shardwell.attach(cluster.address, run=run_name) as reader:
+        reader.follow(model)
+    for state in (model.state_dict(), exported(cluster, run_name), shardwell.open_checkpoint(url).state_dict()):
+        assert state_hash(state) == expected[3]
+    with join(cluster, f"{run_name}-resumed", resume=url) as session:
+        assert state_hash(_train_quantized(session, 4)) == expected[4]
 
 
 def test_sync_batch_norm_is_rejected_with_several_data_ranks(cluster: shardwell.LocalCluster, run_name: str) -> None:

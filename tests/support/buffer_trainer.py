@@ -23,7 +23,10 @@ KILL_POINTS = ("in item", "item ended", "work finished", "committed")
 
 
 class Net(nn.Module):
-    """A model with BatchNorm, a queue that changes in every forward, and a random constant."""
+    """A model with BatchNorm, a queue that changes in every forward, and a random constant.
+
+    One buffer takes its shape in the first forward, as those of observers of quantization.
+    """
 
     def __init__(self, queue_rows: int = 64, constants_seed: int = 0) -> None:
         super().__init__()
@@ -32,6 +35,7 @@ class Net(nn.Module):
         self.register_buffer("queue", torch.zeros(queue_rows, 6))
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("unknown", torch.tensor([float("nan"), -0.0]))
+        self.register_buffer("largest", torch.tensor([]))
         torch.manual_seed(constants_seed)
         self.register_buffer("constant", torch.randn(6))
         self.register_buffer("temperature", torch.tensor(1.0))
@@ -42,6 +46,9 @@ class Net(nn.Module):
             self.queue.copy_(self.queue.roll(len(batch), 0))
             self.queue[: len(batch)] = hidden
             self.calls += 1
+            if not self.largest.numel():
+                self.largest.resize_(6).fill_(-torch.inf)
+            self.largest.copy_(torch.maximum(self.largest, hidden.amax(0)))
             self.unknown.data.neg_()  # `data` bypasses the tensor's version counter
         result: torch.Tensor = self.last(hidden).square().mean()
         return result
@@ -81,9 +88,8 @@ def plain_state(dp: int, steps: int, *, queue_rows: int = 64, write: bool = Fals
 
 
 def set_buffers(model: nn.Module, values: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for buffer, value in zip(model.buffers(), values, strict=True):
-            buffer.copy_(value)
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.data = value.clone()
 
 
 def train(

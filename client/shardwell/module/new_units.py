@@ -60,11 +60,11 @@ class GridPlace:
         """Returns the name of a stage's root unit, which ``auto_wrap`` names after the model's class."""
         return f"{name}:pp{self.pp_rank}" if self.pp > 1 else name
 
-    def buffers_name(self, number: int) -> str:
+    def buffers_name(self, number: int | str) -> str:
         """Returns the name of a unit of buffers.
 
         Args:
-            number: Number of such units that the trainer has declared before.
+            number: Number of such units that the trainer has declared before, or a name.
         """
         return f"buffers:pp{self.pp_rank}:{number}" if self.pp > 1 else f"buffers:{number}"
 

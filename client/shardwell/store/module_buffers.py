@@ -11,6 +11,12 @@ Note: [Buffers of a step]
 
     Changes are found by comparing bytes. A tensor's version counter does not count the writes of torch's batch
     normalisation, nor those through ``.data``.
+
+Note: [Buffers that take their shape in the first step]
+    A forward may register a buffer, or give it another shape, as the observers of quantization do. In the first step,
+    when rank 0's item ends, its trainer declares these buffers in one more unit, whose buffers replace those of the
+    same name. Items of that step that start later have the former buffers again. The other trainers find the unit with
+    the first commit, and trainers that join later when they declare their buffers.
 """
 
 from __future__ import annotations
@@ -42,6 +48,18 @@ from shardwell_wire.v1 import coordinator_pb2, initialization_pb2
 _READ_THREADS = 8
 """Ranges of one unit that are read at the same time."""
 
+_RESHAPED = "reshaped"
+"""The unit of the buffers that took their shape in the first step."""
+
+_UNKNOWN = -1
+"""A digest that no value has."""
+
+_KEEP_SHAPES = (
+    "the forward may register a buffer, or give it another shape or dtype, in the first step of a run only. If the "
+    "shape changes in later steps, register the buffer with persistent=False, or in its largest size. If the first "
+    "step does not use the module, run one forward of the model before the optimizer is made"
+)
+
 _GAP_BYTES = 64 << 10
 """Buffers with a smaller gap are read as one range: another request takes longer than these bytes."""
 
@@ -61,6 +79,18 @@ class LiveBuffer:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.names = tensor, list[str]()
+        self.sites: list[tuple[nn.Module, str]] = []
+        """Modules that hold the buffer, with its name there."""
+
+    def assign(self, value: BufferValue) -> None:
+        """Sets the buffer, also to a value of another shape or dtype."""
+        if self.tensor.shape == value.tensor.shape and self.tensor.dtype == value.tensor.dtype:
+            set_value(self.tensor, value)
+        elif self.tensor.dtype == value.tensor.dtype:
+            self.tensor.data = value.tensor.to(self.tensor.device, copy=True)
+        else:
+            for owner, name in self.sites:
+                owner._buffers[name] = value.tensor.to(self.tensor.device, copy=True)
 
     def describe(self) -> Parameter:
         """Returns the buffer's description. Raises UsageError if a run cannot store the buffer."""
@@ -159,25 +189,36 @@ def have_buffers(modules: Iterable[nn.Module]) -> bool:
     return False
 
 
-def find_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[LiveBuffer]:
-    """Returns the persistent buffers of the model. A tied buffer is returned once.
+def named_owners(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the names in the run of all modules that may hold buffers, with the modules.
 
     Args:
         modules: ``(prefix, module)`` of the sharded modules, inner modules first.
     """
-    found: dict[int, LiveBuffer] = {}
     named: set[int] = set()
     for prefix, module in modules:
-        owners = {
-            path: owner
+        owners = [
+            (path, owner)
             for path, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False)
             if id(owner) not in named  # an inner sharded module has named it
-        }
-        named.update(map(id, owners.values()))
-        for path, owner in owners.items():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and name not in owner._non_persistent_buffers_set:
-                    found.setdefault(id(buffer), LiveBuffer(buffer)).names.append(f"{path}.{name}" if path else name)
+        ]
+        named.update(id(owner) for _, owner in owners)
+        yield from owners
+
+
+def find_buffers(modules: Iterable[tuple[str, nn.Module]]) -> list[LiveBuffer]:
+    """Returns the persistent buffers of the model. A tied buffer is returned once.
+
+    Args:
+        modules: As for ``named_owners``.
+    """
+    found: dict[int, LiveBuffer] = {}
+    for path, owner in named_owners(modules):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                live = found.setdefault(id(buffer), LiveBuffer(buffer))
+                live.names.append(f"{path}.{name}" if path else name)
+                live.sites.append((owner, name))
     return list(found.values())
 
 
@@ -268,6 +309,12 @@ class RemoteBuffers:
     def remap(self, unit: RemoteUnit, moved: Sequence[int], wait: bool) -> RemoteUnit:
         """Returns a unit whose shards have moved, mapped again if servers of this host share all its shards."""
         return self._mappings.map_stored(replace(unit, vector=None))
+
+    def find(self, name: str) -> UnitLayout | None:
+        """Returns the layout of a unit of the run. None: the run has no such unit."""
+        request = coordinator_pb2.DescribeWeightsRequest(run=self._membership.run)
+        units = self._membership.call("DescribeWeights", request).units
+        return next((UnitLayout.from_proto(unit.spec) for unit in units if unit.spec.name == name), None)
 
     def push(
         self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
@@ -370,6 +417,15 @@ class RunBuffers:
         """True if no buffer of the model can have changed since it had the value ``RunBuffer.present``."""
         self._is_declaring = False
         """True if buffers are declared whose values were not read yet."""
+        self._is_first_step = False
+        """True until this trainer sees a commit, if it has declared its buffers before."""
+        self._reshaped: dict[str, RunBuffer] = {}
+        """In the first step: buffers that rank 0's item on this trainer has registered or given another shape."""
+        self._unset: set[tuple[nn.Module, str]] = set()
+        """In the first step: modules with the names of buffers that were None when the optimizer was made."""
+        self._must_adopt = False
+        """True if the run may have buffers of the first step that this trainer does not know."""
+        self._has_adopted = False
 
     def declare(self, step: int, *, has_work: bool) -> None:
         """Declares the model's new buffers in the run, and sets them to the run's values.
@@ -380,23 +436,98 @@ class RunBuffers:
         """
         new = [found for found in find_buffers(self._modules()) if found.names[0] not in self.by_name]
         if new:
-            self._declare(new, step)
+            described, values = [found.describe() for found in new], [copy_value(found.tensor) for found in new]
+            self.by_name |= self._declare(self._place.buffers_name(self._unit_count), described, values, step)
+            self._unit_count += 1
+            self._is_declaring = True
+        self._is_first_step, self._must_adopt = not step, step > 0 and not self._has_adopted
+        if self._is_first_step:
+            self._unset = {
+                (owner, name)
+                for _, owner in named_owners(self._modules())
+                for name, tensor in owner._buffers.items()
+                if tensor is None
+            }
+        self._adopt_reshaped(step)
         if self._is_declaring:  # now, or in a call that failed
             self._version = None
             self._read_changes(step, has_work=has_work)
             self._restore()
             self._is_declaring = False
 
-    def _declare(self, new: Sequence[LiveBuffer], step: int) -> None:
-        described = [found.describe() for found in new]
-        values = [copy_value(found.tensor) for found in new]
-        name = self._place.buffers_name(self._unit_count)
-        layout = UnitLayout(name, tuple(described), kind="buffers", pp_ranks=(self._place.pp_rank,))
+    def _declare(
+        self, unit: str, described: Sequence[Parameter], values: Sequence[BufferValue], step: int
+    ) -> dict[str, RunBuffer]:
+        layout = UnitLayout(unit, tuple(described), kind="buffers", pp_ranks=(self._place.pp_rank,))
         unit_index = self._store.declare(layout, InitialBuffers(values), step)
-        self._unit_count += 1
-        for index, (parameter, value) in enumerate(zip(described, values, strict=True)):
-            self.by_name[parameter.name] = RunBuffer(parameter, unit_index, index, value)
-        self._is_declaring = True
+        return {
+            (plain := parameter.plain).name: RunBuffer(plain, unit_index, index, value)
+            for index, (parameter, value) in enumerate(zip(described, values, strict=True))
+        }
+
+    # ---- the first step. See Note: [Buffers that take their shape in the first step] ----
+
+    @property
+    def _present(self) -> Mapping[str, RunBuffer]:
+        """The buffers that the model has after the last item of this trainer, by name."""
+        return self.by_name | self._reshaped if self._reshaped else self.by_name
+
+    def _declare_reshaped(self, step: int) -> None:
+        """Declares the buffers that rank 0's item has registered or given another shape."""
+        new = [
+            found
+            for found in find_buffers(self._modules())
+            if (declared := self.by_name.get(found.names[0])) is None or not declared.matches(found)
+        ]
+        if new:
+            described, values = (
+                [found.describe().reshaped for found in new],
+                [copy_value(found.tensor) for found in new],
+            )
+            self._reshaped = self._declare(self._place.buffers_name(_RESHAPED), described, values, step)
+            for buffer, value in zip(self._reshaped.values(), values, strict=True):
+                buffer.committed, buffer.pushed = BufferValue(torch.zeros_like(value.tensor), _UNKNOWN), value
+
+    def _adopt_reshaped(self, step: int) -> None:
+        """Gives the model the buffers that took their shape in the first step, if this trainer may not know them."""
+        if not self._must_adopt:
+            return
+        layout = None if self._reshaped else self._store.find(self._place.buffers_name(_RESHAPED))
+        if layout is not None:
+            values = [
+                BufferValue(torch.zeros(each.shape, dtype=getattr(torch, each.dtype)), _UNKNOWN)
+                for each in layout.parameters
+            ]
+            self._reshaped = self._declare(layout.unit, layout.parameters, values, step)
+            self._is_declaring = True
+        self._must_adopt = False
+        if self._reshaped:
+            self.by_name, self._reshaped, self._has_adopted = {**self._present}, {}, True
+            self._assign({name: buffer.present for name, buffer in self.by_name.items()})
+
+    def _assign(self, values: Mapping[str, BufferValue]) -> None:
+        """Gives the model exactly these buffers, whatever their shapes are."""
+        missing = dict(values)
+        for found in find_buffers(self._modules()):
+            if (value := missing.pop(found.names[0], None)) is not None:
+                found.assign(value)
+                continue
+            for owner, name in found.sites:
+                owner._buffers.pop(name)
+                if (owner, name) in self._unset:
+                    owner._buffers[name] = None
+        owners = dict(named_owners(self._modules())) if missing else {}
+        for name, value in missing.items():
+            tensor = value.tensor.clone()
+            for path in (name, *self._present[name].described.aliases):
+                prefix, _, own_name = path.rpartition(".")
+                if (holder := owners.get(prefix)) is None:
+                    raise UsageError(
+                        f"the run has buffer {path!r} since its first step, but the model has no module {prefix!r}: "
+                        "every trainer must build the same model",
+                        buffer=path,
+                    )
+                holder._buffers[own_name] = tensor.to(_device_of(holder))
 
     # ---- work items ----
 
@@ -406,9 +537,13 @@ class RunBuffers:
 
     def start_item(self, step: int, item: WorkItemState) -> None:
         """Sets the buffers to the values with which all items of the step start."""
+        self._adopt_reshaped(step)
+        if self._is_first_step and self._item_started:
+            self._assign({name: buffer.start for name, buffer in self.by_name.items()})
         if not self.by_name:
+            self._item_started = True
             return
-        live = self._checked()
+        live = self._checked(self.by_name)
         if not self._item_started:
             self._find_written(live)
         if self._item_started or self._version != step:
@@ -417,7 +552,7 @@ class RunBuffers:
             for name, buffer in self.by_name.items():
                 set_value(live[name], buffer.start)
         if self._counts(item):
-            self._source = None
+            self._source, self._reshaped = None, {}
             for buffer in self.by_name.values():
                 buffer.pushed = None
         self._item_started, self._undisturbed = True, False
@@ -442,27 +577,34 @@ class RunBuffers:
 
     def end_item(self, step: int, item: WorkItemState) -> None:
         """Pushes the buffers after the item whose values count; undoes the changes of any other item."""
-        if not self.by_name:
-            if have_buffers(module for _, module in self._modules()):
-                _reject_new(find_buffers(self._modules()), {})
+        if not self.by_name and not have_buffers(module for _, module in self._modules()):
             return
-        live = self._checked()
         if self._counts(item):
+            if self._is_first_step:
+                self._declare_reshaped(step)
+            live = self._checked(self._present)
             for name, buffer in self.by_name.items():
-                buffer.pushed = changed_value(live[name], buffer)
+                if name not in self._reshaped:
+                    buffer.pushed = changed_value(live[name], buffer)
             self._push(step, item)
         else:
-            for name, buffer in self.by_name.items():
-                set_value(live[name], buffer.present)
+            self._undo()
         self._undisturbed = True
 
     def abandon_item(self) -> None:
         """Undoes the changes of an item whose attempt is over."""
-        if self.by_name:
-            live = self._checked()
-            for name, buffer in self.by_name.items():
-                set_value(live[name], buffer.present)
+        if self.by_name or self._is_first_step:
+            self._undo()
             self._undisturbed = True
+
+    def _undo(self) -> None:
+        """Undoes the changes of an item whose values do not count."""
+        if self._is_first_step:
+            self._assign({name: buffer.present for name, buffer in self._present.items()})
+            return
+        live = self._checked(self.by_name)
+        for name, buffer in self.by_name.items():
+            set_value(live[name], buffer.present)
 
     def rejoin(self, state: coordinator_pb2.RunState | None, step: int, *, has_work: bool) -> None:
         """Called when this trainer has joined the run again.
@@ -473,9 +615,12 @@ class RunBuffers:
             has_work: Whether this trainer has an item of the step.
         """
         self._source = None
-        if state is None or not self.by_name:
+        if state is None:
             return
         self._changed_in, self._version, self._item_started = _versions(state), None, False
+        self._note_reshaped(step)
+        if not self.by_name:
+            return
         for buffer in self.by_name.values():
             buffer.forget_changes()
         self._read_changes(step, has_work=has_work)
@@ -488,7 +633,7 @@ class RunBuffers:
 
     def _push(self, step: int, item: WorkItemState) -> None:
         by_unit: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for buffer in self.by_name.values():
+        for buffer in self._present.values():
             if buffer.pushed is not None:
                 by_unit.setdefault(buffer.unit_index, []).append((buffer.index, buffer.pushed.tensor))
         for unit_index, values in by_unit.items():
@@ -504,8 +649,8 @@ class RunBuffers:
         """
         if not self._item_started:
             return
-        live = self._checked()
-        for name, buffer in self.by_name.items():
+        live = self._checked(self._present)
+        for name, buffer in self._present.items():
             if digest_of(live[name]) != buffer.present.digest:
                 shown = self._shown(name)
                 raise UsageError(
@@ -525,6 +670,8 @@ class RunBuffers:
             has_work: Whether this trainer has an item of the next step.
         """
         self._changed_in = _versions(state)
+        if not step:
+            self._note_reshaped(version)
         present = {name: buffer.present.digest for name, buffer in self.by_name.items()}
         if self._version is not None and (state.buffer_source.epoch, state.buffer_source.attempt) == self._source:
             self._commit_own(step + 1)
@@ -533,6 +680,13 @@ class RunBuffers:
         undisturbed, self._item_started, self._source = self._undisturbed, False, None
         self._read_changes(version, has_work=has_work)
         self._restore(present if undisturbed else None)
+
+    def _note_reshaped(self, step: int) -> None:
+        """Called at the first commit that this trainer sees: buffers may have taken their shape before."""
+        self._is_first_step = False
+        known = {buffer.unit_index for buffer in self.by_name.values()}
+        self._must_adopt = bool(self._reshaped or self._changed_in.keys() - known) and not self._has_adopted
+        self._adopt_reshaped(step)
 
     def _commit_own(self, version: int) -> None:
         """Makes the values that this trainer has pushed the committed values, without reading them."""
@@ -575,7 +729,10 @@ class RunBuffers:
         Args:
             present: Digests of the buffers' present values, if known.
         """
-        live = self._checked()
+        if self._is_first_step:
+            self._reshaped = {}
+            self._assign({name: buffer.committed for name, buffer in self.by_name.items()})
+        live = self._checked(self.by_name)
         for name, buffer in self.by_name.items():
             if present is None:
                 set_value(live[name], buffer.committed)
@@ -593,40 +750,36 @@ class RunBuffers:
     def _shown(self, name: str) -> str:
         return self.model_names.get(name, (name,))[0]
 
-    def _checked(self) -> dict[str, torch.Tensor]:
+    def _checked(self, buffers: Mapping[str, RunBuffer]) -> dict[str, torch.Tensor]:
         """Returns the model's buffers by name.
 
         Raises:
             UsageError: They differ from the declared buffers.
         """
         live = {found.names[0]: found for found in find_buffers(self._modules())}
-        for name, buffer in self.by_name.items():
+        for name, buffer in buffers.items():
             found = live.get(name)
             if found is None or not buffer.matches(found):
                 shown = self._shown(name)
                 now = "has no such buffer now" if found is None else f"now has {describe(found.describe())}"
                 raise UsageError(
-                    f"buffer {shown!r} was {describe(buffer.described)} when the optimizer was made, but the model "
-                    f"{now}: a buffer of a run keeps its shape, its dtype and its other names. If its first forward "
-                    "gives it its shape, as for observers of quantization, run one forward of the model before the "
-                    "optimizer is made. Register it with persistent=False if it is no part of the run's state",
+                    f"buffer {shown!r} was {describe(buffer.described)} when the step started, but the model {now}: "
+                    f"{_KEEP_SHAPES}",
                     buffer=shown,
                 )
-        if len(live) > len(self.by_name):
-            _reject_new(live.values(), self.by_name)
+        if len(live) > len(buffers):
+            new = next(name for name in live if name not in buffers)
+            shown = self._shown(new)
+            raise UsageError(
+                f"buffer {shown!r} was registered after the optimizer was made: {_KEEP_SHAPES}", buffer=shown
+            )
         return {name: found.tensor for name, found in live.items()}
 
 
-def _reject_new(live: Iterable[LiveBuffer], declared: Mapping[str, RunBuffer]) -> None:
-    """Raises UsageError if there is a buffer that was not declared."""
-    for found in live:
-        if (name := found.names[0]) not in declared:
-            raise UsageError(
-                f"buffer {name!r} was registered after the optimizer was made: register all buffers before (run one "
-                "forward of the model before, if the forward registers it), so that all trainers start with the same "
-                "buffers, or use persistent=False if it is no part of the run's state",
-                buffer=name,
-            )
+def _device_of(module: nn.Module) -> torch.device:
+    """Returns the device of a module's tensors."""
+    tensors = (*module.parameters(), *module.buffers())
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _versions(state: coordinator_pb2.RunState) -> dict[int, Sequence[int]]:

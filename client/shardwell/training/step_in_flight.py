@@ -337,7 +337,7 @@ class StepInFlight:
             self._store.start_step(finished, kept)
         self._units.passes.before_use = None
         self._units.passes.begin_step()  # after `start_step`: gathers read the version of the new step
-        if self._buffers.by_name:
+        if self._buffers.by_name or not step:
             self._buffers.commit(response.state, step, self.state.number, has_work=bool(self.state.items))
         traffic = self._store.traffic
         gather_waits, traffic.gather_waits = traffic.gather_waits, []

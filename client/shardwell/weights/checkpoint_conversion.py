@@ -164,7 +164,7 @@ def checkpoint_to_dcp(checkpoint: CheckpointReader, folder: str | Path, *, note:
         name: parameter
         for unit in checkpoint.manifest.units
         for parameter in unit.parameters
-        for name in checkpoint.names[parameter.name]
+        for name in checkpoint.names.get(parameter.name, ())
     }
     model = {
         name: torch.empty(parameter.box.whole, dtype=getattr(torch, parameter.dtype), device="meta")

@@ -66,7 +66,7 @@ class CheckpointReader:
         """Entries of each parameter or buffer by its name in the run: one, or the parts that have elements."""
         for unit in self.manifest.units:
             for parameter in unit.parameters:
-                if parameter.numel or not parameter.is_part:
+                if parameter.name in self.names and (parameter.numel or not parameter.is_part):
                     self._parts.setdefault(parameter.name, []).append(parameter)
 
     @property
@@ -101,7 +101,12 @@ class CheckpointReader:
 
     def _shapes(self, *, holds_buffers: bool) -> dict[str, tuple[int, ...]]:
         units = [unit for unit in self.manifest.units if unit.holds_buffers == holds_buffers]
-        return {self.names[each.name][0]: each.box.whole for unit in units for each in unit.parameters}
+        return {
+            self.names[each.name][0]: each.box.whole
+            for unit in units
+            for each in unit.parameters
+            if each.name in self.names
+        }
 
     def states(self, name: str) -> Sequence[str]:
         """Returns what is stored of a parameter, such as ``values``, ``ema`` and ``exp_avg``, sorted.

@@ -209,6 +209,8 @@ class Reader:
         with torch.no_grad():
             self._followed.pop(model, None)  # an interrupt below leaves a mixture: the next call loads everything
             for stored, tensor in targets:
+                if stored.is_reshaped and tensor.shape != stored.meta.shape:
+                    tensor.data = tensor.new_empty(stored.meta.shape)
                 for part in stored.parts:
                     if (flat := read.get(part.unit_name)) is not None:
                         part.copy_to(tensor, flat)
@@ -367,7 +369,8 @@ def _paired(
             pairs.append((stored, tensor))
             if sources.setdefault(id(tensor), stored) is not stored:
                 differing.append(_separate(sources[id(tensor)].name, stored.name))
-            how = differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=cast)
+            shape = tensor.shape if stored.is_reshaped else stored.meta.shape
+            how = differences(shape, stored.meta.dtype, tensor, "run", cast=cast)
             differing += [f"{names[0]!r} is {each}" for each in how]
     missing = [repr(name) for name in tensors if name not in found and not is_part]
     problems = [

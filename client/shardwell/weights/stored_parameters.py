@@ -101,7 +101,13 @@ class StoredParameter:
     @property
     def names_in_run(self) -> tuple[str, ...]:
         """The names under which the run stores the parameter, which begin with the name of a ``fully_shard`` call."""
-        return self.parts[0].described.name, *self.parts[0].described.aliases
+        described = self.parts[0].described.plain
+        return described.name, *described.aliases
+
+    @property
+    def is_reshaped(self) -> bool:
+        """True for a buffer that took its shape in the first step of the run."""
+        return self.parts[0].described.is_reshaped
 
     @property
     def meta(self) -> torch.Tensor:
@@ -123,7 +129,8 @@ def stored_parameters(units: Iterable[PlacedUnit], names: Mapping[str, tuple[str
     parts: dict[str, list[StoredPart]] = {}
     for unit in units:
         for index, parameter in enumerate(unit.layout.parameters):
-            parts.setdefault(parameter.name, []).append(StoredPart(unit, index))
+            if parameter.name in names:
+                parts.setdefault(parameter.name, []).append(StoredPart(unit, index))
     for name, found in parts.items():
         stored, total = sum(part.described.numel for part in found), math.prod(found[0].described.box.whole)
         if stored > total:

@@ -209,6 +209,10 @@ KIND_NUMBERS: dict[str, common_pb2.UnitKind.ValueType] = {
 _KIND_NAMES: dict[int, str] = {number: name for name, number in KIND_NUMBERS.items()}
 
 
+RESHAPED = ":reshaped"
+"""End of the stored name of a buffer that took its shape in the first step. It replaces the one without this end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter or buffer as declared, or a part of a parameter that tensor parallelism splits."""
@@ -256,6 +260,24 @@ class Parameter:
     def key(self) -> str:
         """A name that is unique in the run also for parts: ``NAME``, or ``NAME@OFFSET,OFFSET`` for a part."""
         return f"{self.name}@{','.join(map(str, self.offsets))}" if self.is_part else self.name
+
+    @property
+    def reshaped(self) -> Parameter:
+        """The same buffer with names that say that it took its shape in the first step."""
+        return replace(self, name=self.name + RESHAPED, aliases=tuple(each + RESHAPED for each in self.aliases))
+
+    @property
+    def is_reshaped(self) -> bool:
+        """True for a result of ``reshaped``."""
+        return self.name.endswith(RESHAPED)
+
+    @property
+    def plain(self) -> Parameter:
+        """The same buffer with its names in the model."""
+        if not self.is_reshaped:
+            return self
+        aliases = tuple(each.removesuffix(RESHAPED) for each in self.aliases)
+        return replace(self, name=self.name.removesuffix(RESHAPED), aliases=aliases)
 
     @property
     def numel(self) -> int:
@@ -542,23 +564,31 @@ def shown_names(units: Iterable[UnitLayout]) -> dict[str, tuple[str, ...]]:
     """Returns the names that users see of a run's parameters and buffers, by their names in the run.
 
     The first one is the name, the others are those of a tied tensor. They are the names in the model as far as these
-    are known. If that gives two tensors the same name, all have their names in the run.
+    are known. If that gives two tensors the same name, all have their names in the run. A buffer that took its shape in
+    the first step has the names of the one that it replaces, which is left out.
 
     Args:
         units: All units of the run.
     """
-    in_run, shown = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    in_run, shown, stored = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]](), dict[str, str]()
     for parameter in (parameter for unit in units for parameter in unit.parameters):
-        in_run[parameter.name] = (parameter.name, *parameter.aliases)
-        if parameter.model_names or parameter.name not in shown:
-            shown[parameter.name] = parameter.model_names or in_run[parameter.name]
+        plain = parameter.plain
+        in_run[plain.name] = (plain.name, *plain.aliases)
+        if plain.model_names or plain.name not in shown:
+            shown[plain.name] = plain.model_names or in_run[plain.name]
+        if parameter.is_reshaped:
+            stored[plain.name] = parameter.name
     all_names = [name for names in shown.values() for name in names]
-    return shown if len(set(all_names)) == len(all_names) else in_run
+    found = shown if len(set(all_names)) == len(all_names) else in_run
+    return {stored.get(name, name): names for name, names in found.items()}
 
 
 def by_any_name(names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Returns the name in the run by every name that a user may write, for the result of ``shown_names``."""
-    return {**{name: name for name in names}, **{each: name for name, shown in names.items() for each in shown}}
+    return {
+        **{name.removesuffix(RESHAPED): name for name in names},
+        **{each: name for name, shown in names.items() for each in shown},
+    }
 
 
 def align(position: int, alignment: int = ALIGNMENT_BYTES) -> int:

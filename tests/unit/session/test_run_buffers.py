@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ class Store:
             self.values[unit, index] = data
         return unit
 
+    def find(self, name: str) -> UnitLayout | None:
+        return next((layout for layout in self.layouts if layout.unit == name), None)
+
     def push(
         self, unit_index: int, step: int, item: WorkItemState, buffers: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
@@ -74,7 +78,7 @@ class Store:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def item(rank: int = 0, *, epoch: int = 5, attempt: int = 0) -> WorkItemState:
@@ -330,14 +334,92 @@ def test_all_kinds_of_buffers_are_stored() -> None:
 )
 def test_replaced_buffers_are_named(change: Callable[[nn.Module], object], message: str) -> None:
     trainer = Trainer(Store(), Odd())
+    trainer.commit(trainer.store.commit(trainer.compute(item(0), lambda: None)))
     with pytest.raises(UsageError, match=message):
         trainer.compute(item(1), lambda: change(trainer.module))
 
 
-def test_first_buffer_registered_after_the_optimizer_is_rejected() -> None:
+def test_first_buffer_registered_after_the_first_step_is_rejected() -> None:
     trainer = Trainer(Store(), nn.Linear(2, 2))
+    trainer.commit(trainer.store.commit(trainer.compute(item(0), lambda: None)))
     with pytest.raises(UsageError, match=r"buffer 'unit.late' was registered after the optimizer was made"):
         trainer.compute(item(0), lambda: trainer.module.register_buffer("late", torch.zeros(1)))
+
+
+class Lazy(nn.Module):
+    """Gives its buffers their shapes in the first forward, in all ways that modules use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("resized", torch.ones(1))
+        self.register_buffer("empty", torch.empty(0))
+        self.register_buffer("unset", None)
+        self.register_buffer("typed", torch.zeros(2))
+        self.register_buffer("constant", torch.tensor(5.0))
+
+    def forward(self, x: torch.Tensor) -> None:
+        if self.resized.shape != x.shape[1:]:
+            self.resized.resize_(x.shape[1:]).zero_()
+        if not self.empty.numel():
+            self.empty = torch.zeros(x.shape[1], 2)
+        if self.unset is None:
+            self.unset = torch.zeros((), dtype=torch.long)
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(x.shape[1]))
+        self.typed = self.typed.double() + 1
+        self.resized += x.mean(0)
+        self.empty.add_(1)
+        self.unset += 1
+        self.late.copy_(x[0])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_buffers_that_take_their_shape_in_the_first_step_are_shared(first: int) -> None:
+    store, plain = Store(), Lazy()
+    batches = [torch.full((2, 3), float(number)) for number in range(6)]
+    both, other = Trainer(store, Lazy()), Trainer(store, Lazy())
+    for step in range(3):
+        finished = None
+        for rank in (first, 1 - first):
+            done = both.compute(item(rank), partial(both.module, batches[2 * step + rank]))
+            finished = done if rank == 0 else finished
+        both.buffers.check_untouched(step)
+        assert finished is not None
+        state = store.commit(finished)
+        both.commit(state)
+        other.commit(state)
+        plain(batches[2 * step])
+        late = Trainer(store, Lazy())
+        for trainer in (both, other, late):
+            assert state_of(trainer.module) == state_of(plain)
+    assert [layout.unit for layout in store.layouts] == ["buffers:0", "buffers:reshaped"]
+    with pytest.raises(UsageError, match=r"'unit.late' was float32 \[3\] when .* float32 \[4\].*persistent=False"):
+        other.compute(item(1), lambda: setattr(other.module, "late", torch.zeros(4)))
+
+
+def test_another_trainer_repeats_the_item_that_has_shaped_buffers() -> None:
+    store, plain = Store(), Lazy()
+    lost, other = Trainer(store, Lazy()), Trainer(store, Lazy())
+    lost.compute(item(0), lambda: lost.module(torch.full((2, 3), 9.0)))
+    store.pushed.clear()
+    state = store.commit(other.compute(item(0, epoch=6), lambda: other.module(torch.ones(2, 3))))
+    lost.commit(state)
+    other.commit(state)
+    plain(torch.ones(2, 3))
+    assert state_of(lost.module) == state_of(other.module) == state_of(plain)
+
+
+def test_items_that_do_not_count_leave_no_shapes() -> None:
+    store = Store()
+    one = Trainer(store, Lazy())
+    before = state_of(one.module)
+    one.compute(item(1), lambda: one.module(torch.ones(2, 3)))
+    assert state_of(one.module) == before
+    assert one.module.unset is None and not hasattr(one.module, "late")
+    with pytest.raises(ZeroDivisionError):
+        one.compute(item(0), lambda: (one.module(torch.ones(2, 3)), 1 / 0))
+    one.buffers.abandon_item()
+    assert state_of(one.module) == before
 
 
 def test_buffer_dtype_that_cannot_be_stored_is_rejected() -> None:
