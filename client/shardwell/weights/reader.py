@@ -7,7 +7,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Self
 
@@ -160,8 +160,39 @@ class Reader:
         with self.pin(version) as pinned:
             return pinned_digest(pinned)
 
+    def read(self, version: int | str | None = None) -> tuple[int, dict[str, torch.Tensor]]:
+        """Reads a whole version into CPU memory.
+
+        Args:
+            version: The version, which is waited for until it is committed, or the name of a published one. Default:
+                the newest.
+
+        Returns:
+            The version, and its tensors by name, as ``PinnedVersion.values`` yields them.
+
+        Raises:
+            VersionGoneError: The version is not kept any more. Without ``version``: none stayed readable until it was
+                read.
+            NotFoundError: No version is published under the name.
+            DeadlineError: The version was not committed within the reader's timeout.
+            UnavailableError: A shard server could not be reached for the reader's timeout.
+        """
+
+        def read() -> tuple[int, dict[str, torch.Tensor]]:
+            with self.pin(version) as pinned:
+                return pinned.version, dict(pinned.values())
+
+        passing = (UnavailableError, VersionGoneError) if version is None else UnavailableError
+        return retry(read, limit_s=self._timeout_s, errors=passing)
+
     def follow(
-        self, model: nn.Module, *, rename: Rename | None = None, cast: bool = False, names: Names | None = None
+        self,
+        model: nn.Module,
+        *,
+        rename: Rename | None = None,
+        cast: bool = False,
+        names: Names | None = None,
+        writing: AbstractContextManager[object] | None = None,
     ) -> int:
         """Loads the newest committed version into a plain model, in place.
 
@@ -175,8 +206,9 @@ class Reader:
             rename: Maps these names to names in ``model``, or to None to skip a tensor. If the run has several
                 outermost modules, their names begin with the names of their calls, such as ``Generator-0.``.
             cast: Whether to convert to floating-point dtypes of the model that differ from the run's.
-            names: A glob pattern of names, or several, such as ``"*lora_*"``. Only these tensors are read,
-                and others of the model keep their values. Default: all.
+            names: A glob pattern of names, or several, such as ``"*lora_*"``. Only these tensors are read, and others
+                of the model keep their values. Default: all.
+            writing: Context that is entered while values are written, such as a lock of the threads that use the model.
 
         Returns:
             The version that the model has now.
@@ -187,12 +219,23 @@ class Reader:
             UnavailableError: A shard server could not be reached for the reader's timeout. The model is unchanged.
         """
         return retry(
-            lambda: self._follow(model, rename or (lambda name: name), cast, names),
+            lambda: self._follow(model, rename or (lambda name: name), cast, names, writing or nullcontext()),
             limit_s=self._timeout_s,
             errors=(UnavailableError, VersionGoneError),
         )
 
-    def _follow(self, model: nn.Module, rename: Rename, cast: bool, names: Names | None) -> int:
+    def loaded_version(self, model: nn.Module) -> int:
+        """Returns the version that ``follow`` has loaded into a model. -1: none, or its last write was interrupted."""
+        return self._followed.get(model, (-1, -1, None))[1]
+
+    def _follow(
+        self,
+        model: nn.Module,
+        rename: Rename,
+        cast: bool,
+        names: Names | None,
+        writing: AbstractContextManager[object],
+    ) -> int:
         with self.pin() as pinned:
             chosen = pinned.choose(names)
             targets = _targets(model, pinned, chosen, rename, cast=cast, is_part=names is not None)
@@ -206,7 +249,7 @@ class Reader:
             else:
                 ranges = ranges_of(chosen)
                 read = {name: pinned.read(unit, ranges.get(name, [])) for name, unit in units.items()}
-        with torch.no_grad():
+        with writing, torch.no_grad():
             self._followed.pop(model, None)  # an interrupt below leaves a mixture: the next call loads everything
             for stored, tensor in targets:
                 if stored.is_reshaped and tensor.shape != stored.meta.shape:

@@ -1,0 +1,140 @@
+"""Keeps running vLLM servers at the newest version of a run, over HTTP, one server after another.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "shardwell"}'
+    python -m shardwell.engines.vllm_server --run gpt http://localhost:8000
+
+Needs no vLLM in its own environment. The weights do not pass through this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPException
+from typing import Any, NoReturn
+from urllib.request import Request, urlopen
+
+from shardwell.weights.reader import Reader, attach
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError
+from shardwell_wire.host.variables import variables
+
+logger = logging.getLogger(__name__)
+
+
+class VllmServer:
+    """A vLLM server that was started with the weight-transfer backend ``shardwell``.
+
+    Args:
+        url: Address of the server, such as ``http://localhost:8000``.
+        attached: Arguments of ``shardwell.attach`` for the workers of the server: ``address``, ``run``, ``token_file``
+            and so on. Paths are those of the server's host.
+        timeout_s: Deadline of each request in seconds.
+    """
+
+    def __init__(self, url: str, attached: dict[str, Any], *, timeout_s: float = 300.0) -> None:
+        self.url, self._attached, self._timeout_s = url.rstrip("/"), attached, timeout_s
+
+    def version(self) -> int:
+        """Returns the version that the server serves. -1: the weights with which it was started."""
+        label = self._call("weight_info")["weight_version"]
+        return int(label) if label.isdecimal() else -1
+
+    def update(self, version: int, *, lead_s: float = 0.0) -> None:
+        """Loads a version. If this fails, the server goes on with the former version, and the call can be repeated.
+
+        The server finishes its running requests with the former version, and then pauses until the version is loaded.
+
+        Args:
+            version: The version. The run has to keep it until all workers have pinned it.
+            lead_s: Seconds in which the server reads the version and still serves. The pause includes the rest.
+
+        Raises:
+            UnavailableError: The server cannot be reached, or could not load the version.
+        """
+        if self.version() < 0:
+            self._call("init_weight_transfer_engine", {"init_info": self._attached})
+        try:
+            self._call("start_weight_update", {})
+        except UnavailableError:  # perhaps an update whose caller was killed is still open
+            if self._call("get_world_size")["world_size"] > 1:
+                raise  # vLLM then takes old replies of its workers for new ones: it has to be started again
+        try:
+            if lead_s > 0:
+                self._call("update_weights", {"update_info": {"version": version, "background": True}})
+                time.sleep(lead_s)
+            self._call("pause?mode=wait", {})
+            self._call("update_weights", {"update_info": {"version": version}})
+        except UnavailableError:
+            with suppress(UnavailableError):  # ends the update in the workers that did not raise
+                self._call("finish_weight_update", {})
+            raise
+        else:
+            self._call("finish_weight_update", {"weight_version": str(version)})
+        finally:
+            self._call("resume", {})
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=self._timeout_s) as answer:
+                return json.load(answer)
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(
+                f"{self.url}/{path} failed: {error}. The log of the server has the reason, if it runs"
+            ) from error
+
+
+def follow(reader: Reader, servers: Sequence[VllmServer], *, lead_s: float = 0.0, pause_s: float = 1.0) -> NoReturn:
+    """Updates servers to each new version, or to the newest if commits are faster.
+
+    A server that is down or fails is logged and tried again. One that was started again joins with its next update.
+
+    Args:
+        reader: Tells which version is the newest.
+        servers: The servers, which are updated one after another.
+        lead_s: As in ``VllmServer.update``.
+        pause_s: Seconds between two looks at the run and the servers if nothing is committed.
+    """
+    while True:
+        try:
+            newest = reader.version
+        except ShardwellError as error:
+            logger.warning("the servers keep their versions: %s", error)
+            time.sleep(pause_s)
+            continue
+        for server in servers:
+            try:
+                if server.version() != newest:
+                    server.update(newest, lead_s=lead_s)
+                    logger.info("%s serves version %d", server.url, newest)
+            except UnavailableError as error:
+                logger.warning("the server keeps its version: %s", error)
+        with suppress(DeadlineError, UnavailableError):
+            reader.wait_for(newest + 1, pause_s)
+
+
+def main() -> NoReturn:
+    """Runs ``follow`` as a command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("servers", nargs="+", metavar="URL", help="vLLM servers, such as http://localhost:8000")
+    parser.add_argument("--address", help="coordinator (default: SHARDWELL_ADDRESS)")
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--token-file", help="file with a reader's token, here and on the servers' hosts")
+    parser.add_argument("--gather-dtype", default="float32", help="dtype in which float32 weights travel")
+    parser.add_argument("--lead-s", type=float, default=0.0, help="seconds in which a server reads and still serves")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    address = options.address or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
+    attached = {"address": address, "run": options.run, "token_file": options.token_file}
+    with attach(**attached) as reader:
+        attached["gather_dtype"] = options.gather_dtype
+        follow(reader, [VllmServer(url, attached) for url in options.servers], lead_s=options.lead_s)
+
+
+if __name__ == "__main__":
+    main()

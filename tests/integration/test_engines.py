@@ -1,0 +1,145 @@
+"""Plain models and engines that follow a run: ``shardwell.engines`` without vLLM."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwell
+from shardwell.weights.pinned_version import PinnedVersion
+from shardwell_wire.errors import CorruptDataError, UsageError, VersionGoneError
+from tests.support.background_training import BackgroundTraining
+from tests.support.cluster import wait_until
+
+
+class Model(nn.Module):
+    """A tied model with ``generate`` of its own, which tells its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.leave.weight, self.norm = self.enter.weight, nn.LayerNorm(8)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.norm(self.enter(x)))
+
+    def generate(self, x: torch.Tensor, *, times: int) -> torch.Tensor:
+        self.entered.set()
+        assert self.go_on.wait(60)
+        for _ in range(times):
+            x = self(x)
+        return x
+
+
+class Training(BackgroundTraining):
+    """A run that trains the model."""
+
+    model, units, width = Model, {nn.LayerNorm}, 8
+
+
+@pytest.fixture
+def training(cluster: shardwell.LocalCluster) -> Iterator[Training]:
+    training = Training(cluster.address, keep_versions=3)
+    with training.in_background():
+        yield training
+
+
+@pytest.fixture
+def reader(cluster: shardwell.LocalCluster, training: Training) -> Iterator[shardwell.Reader]:
+    with shardwell.attach(cluster.address, training.run) as reader:
+        yield reader
+
+
+X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+
+
+def assert_answer(training: Training, answer: shardwell.engines.LiveAnswer) -> None:
+    """Asserts that an answer is that of its version."""
+    wait_until(lambda: answer.version in training.states, "the state")
+    plain = Model()
+    plain.load_state_dict(training.states[answer.version])
+    assert not answer.output.requires_grad
+    assert torch.equal(answer.output, plain.generate(X, times=3))
+
+
+def test_every_answer_is_that_of_its_version(training: Training, reader: shardwell.Reader) -> None:
+    live = shardwell.engines.LiveModel(reader, Model())
+    with live.following(pause_s=0.1):
+        answers = [live.generate(X, times=3)]
+        while len({answer.version for answer in answers}) < 5:  # also if the requests leave the model no rest
+            answers.append(live.generate(X, times=3))
+    assert [answer.version for answer in answers] == sorted(answer.version for answer in answers)
+    for answer in {answer.version: answer for answer in answers}.values():
+        assert_answer(training, answer)
+
+
+def test_new_weights_wait_for_the_request_that_is_computed(training: Training, reader: shardwell.Reader) -> None:
+    live = shardwell.engines.LiveModel(reader, model := Model())
+    first = live.follow()
+    model.go_on.clear()
+    answers: list[Any] = []
+    request = threading.Thread(target=lambda: answers.append(live.generate(X, times=3)))
+    request.start()
+    assert model.entered.wait(60)
+    training.wait_for(first + 2)
+    update = threading.Thread(target=live.follow)
+    update.start()
+    wait_until(live._next.locked, "the update")
+    assert live.version == first
+    model.go_on.set()
+    request.join(60)
+    update.join(60)
+    assert [answer.version for answer in answers] == [first] and live.version > first
+    assert_answer(training, answers[0])
+
+
+def fail(*_: object) -> None:
+    raise CorruptDataError("planted")
+
+
+def test_failed_read_leaves_the_former_version(
+    training: Training, reader: shardwell.Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = shardwell.engines.LiveModel(reader, Model())
+    with pytest.raises(UsageError, match=r"no weights of the run yet: call follow\(\) first"):
+        live.generate(X, times=3)
+    assert live.version == -1
+    with live.following(pause_s=0.05):
+        with monkeypatch.context() as patch:
+            patch.setattr(PinnedVersion, "read", fail)
+            wait_until(lambda: "planted" in caplog.text, "a failed read")
+            former = live.version
+            training.wait_for(former + 2)
+            assert live.generate(X, times=3).version == former
+        wait_until(lambda: live.version > former, "a newer version")
+    assert f"the model stays at version {former}: planted" in caplog.text
+    assert_answer(training, live.generate(X, times=3))
+
+
+def test_engine_gets_a_whole_version_or_nothing(
+    training: Training, reader: shardwell.Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    training.wait_for(5)
+    newest = training.pause()
+    assert shardwell.engines.load_weights(reader, weights.update, newest - 1) == newest - 1
+    assert weights.keys() == {"enter.weight", "leave.bias", "norm.weight", "norm.bias"}
+    assert all(torch.equal(value, training.states[newest - 1][name]) for name, value in weights.items())
+    weights.clear()
+    renamed = {"enter.weight": "W"}
+    assert shardwell.engines.load_weights(reader, weights.update, rename=renamed.get) == newest
+    assert torch.equal(weights.pop("W"), training.states[newest]["enter.weight"]) and not weights
+    with pytest.raises(VersionGoneError, match="is no longer available"):
+        shardwell.engines.load_weights(reader, weights.update, newest - 4)
+    reads, fails = PinnedVersion.read, iter([False, True])
+    monkeypatch.setattr(PinnedVersion, "read", lambda self, unit: fail() if next(fails) else reads(self, unit))
+    with pytest.raises(CorruptDataError, match="planted"):
+        shardwell.engines.load_weights(reader, weights.update)
+    assert not weights

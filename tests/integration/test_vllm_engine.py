@@ -1,0 +1,243 @@
+"""vLLM follows a run: greedy answers in float32 equal those of Transformers with exactly the stated version's weights.
+
+Run by ``make test-engines``. vLLM's own checksums do not see the weights that its kernels for CPUs have repacked.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardwell
+from shardwell.weights.pinned_version import PinnedVersion
+from shardwell_wire.errors import CorruptDataError, UsageError, VersionGoneError
+from tests.support.cluster import wait_in_sync, wait_until
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+PROMPTS = [[1, 5, 9, 200, 33, 7], [4, 4, 100], [300, 2, 17, 60]]
+NUM_TOKENS = 8
+KEPT = 100
+"""Versions that a transfer has time for, also while the servers replace one that was killed."""
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    head_dim=32,
+    tie_word_embeddings=False,
+)
+
+
+def llama(seed: int) -> LlamaForCausalLM:
+    """Returns a model whose answers depend on every layer."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(CONFIG).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+class Training(threading.Thread):
+    """Trains a model, and keeps the weights of every version."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.run_name, self.states = uuid.uuid4().hex, dict[int, dict[str, torch.Tensor]]()
+        self._address, self.stop = address, threading.Event()
+
+    def run(self) -> None:
+        model = llama(0)
+        with shardwell.join(self._address, run=self.run_name, keep_versions=KEPT, backups=1) as session:
+            shardwell.auto_wrap(model, session)
+            optimizer = shardwell.optim.AdamW(model.parameters(), lr=1e-3)
+            for step in session.steps(10**6):
+                self.states[step.number] = shardwell.full_state_dict(model)
+                for tokens in step.batches(lambda step, rank: torch.randint(0, 512, (2, 16))):
+                    model(input_ids=tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if self.stop.wait(0.05):
+                    return
+
+
+@pytest.fixture(scope="module")
+def training() -> Iterator[tuple[shardwell.LocalCluster, Training]]:
+    with shardwell.LocalCluster(num_shards=2) as cluster:
+        training = Training(cluster.address)
+        training.start()
+        try:
+            wait_until(lambda: len(training.states) > 2, "the first steps", timeout_s=60)
+            wait_in_sync(cluster.address, training.run_name)
+            yield cluster, training
+        finally:
+            training.stop.set()
+            training.join()
+
+
+@pytest.fixture(scope="module")
+def llm(training: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    from vllm import LLM
+
+    cluster, run = training
+    folder = tmp_path_factory.mktemp("llama")
+    llama(1).save_pretrained(folder)
+    engine = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        weight_transfer_config={"backend": "shardwell"},
+    )
+    attached = {"address": cluster.address, "run": run.run_name, "token_file": cluster.token_file}
+    engine.init_weight_transfer_engine({"init_info": attached})
+    yield engine
+    engine.shutdown_weight_transfer_engine()
+
+
+def answers(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], sampling, use_tqdm=False)
+    [version] = {span.version for each in found for span in each.outputs[0].weight_versions}
+    assert version == llm.get_weight_version()
+    return [list(each.outputs[0].token_ids) for each in found]
+
+
+@torch.no_grad()
+def expected(state: dict[str, torch.Tensor]) -> list[list[int]]:
+    model = llama(0)
+    model.load_state_dict(state)
+    found = []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+def load(llm: Any, training: Training, reader: shardwell.Reader) -> int:
+    """Loads the newest version, and asserts that answers are those of its weights."""
+    from shardwell.engines.vllm import update
+
+    update(llm, version := reader.version)
+    wait_until(lambda: version in training.states, "the state")
+    assert llm.get_weight_version() == str(version)
+    assert answers(llm) == expected(training.states[version])
+    return version
+
+
+def test_answers_are_those_of_the_stated_version(training: Any, llm: Any) -> None:
+    cluster, run = training
+    seen = set()
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        for _ in range(20):
+            seen.add(load(llm, run, reader))
+            reader.wait_for(max(seen) + 1, 60.0)
+    assert len(seen) == 20
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, unit: int, action: Any) -> None:
+    """Calls ``action`` when the unit of this number is read."""
+    reads, count = PinnedVersion.read, iter(range(10**6))
+
+    def read(self: PinnedVersion, placed: Any) -> torch.Tensor:
+        if next(count) == unit:
+            action()
+        return reads(self, placed)
+
+    monkeypatch.setattr(PinnedVersion, "read", read)
+
+
+def corrupt() -> None:
+    raise CorruptDataError("planted")
+
+
+def test_failed_update_leaves_the_former_version(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwell.engines.vllm import update
+
+    cluster, run = training
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        for unit in range(4):
+            version = load(llm, run, reader)
+            before = answers(llm)
+            reader.wait_for(version + 1, 60.0)
+            with monkeypatch.context() as patch:
+                fails_at(patch, unit % 3, corrupt)
+                with pytest.raises(CorruptDataError, match="planted"):
+                    update(llm, reader.version)
+            assert llm.get_weight_version() == str(version) and answers(llm) == before
+        reader.wait_for(KEPT + 1, 60.0)
+        with pytest.raises(VersionGoneError, match="is no longer available"):
+            update(llm, 0)
+        assert llm.get_weight_version() == str(version) and answers(llm) == before
+        load(llm, run, reader)
+
+
+def test_shard_server_is_killed_during_a_transfer(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, run = training
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        for number in range(2):
+            wait_in_sync(cluster.address, run.run_name)
+            with monkeypatch.context() as patch:
+                fails_at(patch, 1, partial(os.kill, cluster.shards[number].pid, signal.SIGKILL))
+                load(llm, run, reader)
+
+
+def test_version_is_read_while_the_engine_serves(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, run = training
+    reading, go_on = threading.Event(), threading.Event()
+    with shardwell.attach(cluster.address, run.run_name) as reader, monkeypatch.context() as patch:
+        version = load(llm, run, reader)
+        before = answers(llm)
+        newest = reader.wait_for(version + 1, 60.0)
+        fails_at(patch, 0, lambda: (reading.set(), go_on.wait(60)))
+        llm.start_weight_update()
+        llm.update_weights({"update_info": {"version": newest, "background": True}})
+        assert reading.wait(60) and answers(llm) == before
+        go_on.set()
+        llm.update_weights({"update_info": {"version": newest}})
+        assert answers(llm) == before
+        llm.finish_weight_update(str(newest))
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected(run.states[newest])
+
+
+def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwell.engines.vllm import update
+
+    cluster, run = training
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        version = load(llm, run, reader)
+        before = answers(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr(shardwell.Reader, "read", lambda self, version: (version, {"head.weight": torch.zeros(2)}))
+            with pytest.raises(UsageError, match=r"has no 'head.weight' .* lacks 'model.embed_tokens.weight'"):
+                update(llm, version)
+        assert llm.get_weight_version() == str(version) and answers(llm) == before
+        load(llm, run, reader)
