@@ -441,7 +441,7 @@ def test_a_closed_connection_unmaps_its_gradient_buffers(server: ShardServer) ->
     connection = connected(one, "shm", "grpc")
     prepared: Any = prepared_push(one, connection, 1.0)
     mapping = weakref.ref(prepared.buffer.memory)
-    connection.release()
+    connection.transports.require_shared().release()
     del prepared
     assert mapping() is not None, "kept for the next gradient"
     connection.close()

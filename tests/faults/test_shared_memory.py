@@ -99,7 +99,7 @@ def test_stopped_servers_leave_no_files_in_shared_memory() -> None:
 
 def test_stopping_server_ends_its_transport_sessions_first() -> None:
     with shardwell.LocalCluster(num_shards=1) as cluster, small_run(cluster.address, "small", steps=1) as session:
-        (server,) = session.store._servers._connections.values()
+        (server,) = session.store.servers._connections.values()
         cluster.shards[0].stop(20.0)
         assert cluster.shards[0].exit_code == 0
         # Otherwise the rpc lasts for the server's grace period and is then cancelled.

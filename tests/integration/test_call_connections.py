@@ -561,7 +561,7 @@ def test_coordinator_does_not_trust_another_process(served: Served) -> None:
 
 def test_request_that_is_too_large_goes_over_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_frames, "MAX_BODY_BYTES", 1000)
-    small, large = shard_pb2.DescribeServerRequest(), shard_pb2.PinVersionRequest(run="r" * 1000)
+    small, large = shard_pb2.DescribeServerRequest(), shard_pb2.ListShardsRequest(run="r" * 1000)
 
     async def ask() -> None:
         calls = ShardCalls()
@@ -570,7 +570,7 @@ def test_request_that_is_too_large_goes_over_grpc(served: Served, monkeypatch: p
             with pytest.raises(InvalidRequestError, match="this server has no such unary rpc"):
                 await calls.call(ADDRESS, "DescribeServer", small, retry_for_s=0.0)
             with pytest.raises(UnavailableError):  # nothing serves gRPC
-                await calls.call(ADDRESS, "PinVersion", large, retry_for_s=0.0)
+                await calls.call(ADDRESS, "ListShards", large, retry_for_s=0.0)
         await calls.close()
 
     served.run(ask())

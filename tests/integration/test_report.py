@@ -309,10 +309,11 @@ def test_bytes_tokens_and_memory_of_a_step(join: Callable[..., shardwell.Session
 def test_bytes_of_closed_connections_count(join: Callable[..., shardwell.Session]) -> None:
     session = join(transports="socket")
     train(session)
-    servers, before = session.store._servers, session.store.moved_bytes()
+    servers = session.store.servers
+    before = servers.moved_bytes()
     assert before["socket"][0] > 0
     servers.retire(servers._present)
-    assert session.store.moved_bytes() == before
+    assert servers.moved_bytes() == before
 
 
 def test_samples_of_a_dataset_are_counted(join: Callable[..., shardwell.Session]) -> None:

@@ -87,7 +87,7 @@ def test_push_takes_another_buffer_while_the_server_has_not_dropped_a_lost_items
     with closing(connect(one)) as connection, closing(connect(one)) as other:
         mine = remote(one, connection)
         mine.prepare_push(part_header(connected.header(rank=1)), flats(one, 5.0))(ignore)
-        connection.release(1)
+        connection.transports.require_shared().release(1)
         mine.prepare_push(part_header(connected.header(rank=0)), flats(one, 1.0))(ignore)
         one.fence(0, (1, 2, 1))
         header_of_1 = part_header(connected.header(rank=1, epoch=2, attempt=1))
@@ -189,7 +189,7 @@ def test_free_memory_closes_the_buffers_of_lost_ranks_only() -> None:
                 prepare = shard_pb2.PrepareStepRequest(context=units[0].context(step), ranks=manifests, dp=2)
                 server.call("PrepareStep", prepare)
                 units[0].update(step)
-                both.release()
+                both.transports.require_shared().release()
                 both.free_memory(1, 2 - step)
                 assert both.transport is session, "no session is reopened"
                 assert server.evaluate(lambda: len(server.shm._open)) == 2
@@ -211,7 +211,7 @@ def test_buffers_that_could_not_be_closed_are_closed_the_next_time(
         shard = remote(one, trainer)
         for rank in (0, 1):
             shard.prepare_push(part_header(header(one, step=0, rank=rank)), flats(one, 1.0))
-        trainer.release()
+        trainer.transports.require_shared().release()
 
         def open_count() -> int:
             return sum(server.evaluate(lambda: [len(at._gradient_buffers) for at in server.shm._open.values()]))

@@ -200,7 +200,7 @@ def test_unit_is_in_shared_memory_if_all_its_servers_offer_it(triple: str, mixed
         ) as session:
             train(session, steps=1)
             peaks[name] = max(unit.own_bytes for unit in session.units)
-            kinds = {server.transport.name for server in session.store._servers._connections.values()}
+            kinds = {server.transport.name for server in session.store.servers._connections.values()}
             vectors = [unit.vector for unit in session.store._units.values()]
             windows = [shard.address.window for unit in session.store._units.values() for shard in unit.shards]
         if name == "shm":
@@ -270,7 +270,7 @@ def test_broken_transport_is_reopened(single: str, transports: str, when: str) -
         shardwell.fully_shard(model.blocks[0], session)
         shardwell.fully_shard(model, session)
         optimizer = shardwell.optim.AdamW(model.parameters(), **ADAMW)
-        (server,) = session.store._servers._connections.values()
+        (server,) = session.store.servers._connections.values()
         broken: list[Any] = []
         for step in session.steps(STEPS):
             for tokens in step.batches(transformer.batch):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Group, RenderableType
@@ -16,22 +17,6 @@ from rich.text import Text
 from shardwell.tables import Listing, division_tables, format_seconds, format_size
 from shardwell_wire.model.topology import AXES, AXIS_NAMES, CONTEXT_AXES, Consistency, World
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
-
-WORK_STATES = {
-    coordinator_pb2.WORK_STATE_VACANT: "vacant",
-    coordinator_pb2.WORK_STATE_LEASED: "leased",
-    coordinator_pb2.WORK_STATE_FINISHED: "finished",
-}
-"""Names of the states of work items."""
-
-_SERVER_STATES = {
-    coordinator_pb2.SERVER_STATE_UNCONFIRMED: "unconfirmed",
-    coordinator_pb2.SERVER_STATE_LIVE: "live",
-    coordinator_pb2.SERVER_STATE_LOST: "lost",
-    coordinator_pb2.SERVER_STATE_ENDED: "ended",
-    coordinator_pb2.SERVER_STATE_LEFT: "left",
-    coordinator_pb2.SERVER_STATE_UNREACHABLE: "unreachable",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +74,17 @@ def runs(response: coordinator_pb2.ListRunsResponse) -> RenderableType:
 
 def status_text(status: coordinator_pb2.RunStatus.ValueType) -> Text:
     """Returns the status of a run, in its color."""
-    name = coordinator_pb2.RunStatus.Name(status).removeprefix("RUN_STATUS_").lower()
-    colors = {"running": "green", "stalled": "red", "waiting": "yellow", "loading": "yellow"}
-    return Text("unknown" if name == "unspecified" else name, colors.get(name, ""))
+    name = _name_of(coordinator_pb2.RunStatus.Name, status)
+    return Text(name, {"running": "green", "stalled": "red", "waiting": "yellow", "loading": "yellow"}.get(name, ""))
+
+
+def _name_of(name: Callable[[Any], str], value: int, unknown: str = "unknown") -> str:
+    """Returns the name of a value of an enum, whose ``Name`` is given, without the prefix of the enum."""
+    try:
+        text = name(value) if value else ""
+    except ValueError:  # a newer version has more values
+        text = ""
+    return text.removeprefix(name(0).removesuffix("UNSPECIFIED")).lower().replace("_", " ") or unknown
 
 
 def step_time_text(summary: coordinator_pb2.RunSummary) -> str:
@@ -156,7 +149,7 @@ def _transports(trainers: Sequence[coordinator_pb2.TrainerSummary]) -> Sequence[
 
 def transport_kind(transport: coordinator_pb2.TransportReport) -> str:
     """Returns the name of a transport."""
-    return common_pb2.TransportKind.Name(transport.kind).removeprefix("TRANSPORT_KIND_").lower()
+    return _name_of(common_pb2.TransportKind.Name, transport.kind, "unspecified")
 
 
 def _consistency(summary: coordinator_pb2.RunSummary) -> list[str]:
@@ -174,7 +167,7 @@ def _work(response: coordinator_pb2.DescribeRunResponse) -> RenderableType:
         optional=("EPOCH", "ATTEMPT"),
     )
     for entry in response.work:
-        item, state = entry.item, WORK_STATES.get(entry.state, "unknown")
+        item, state = entry.item, _name_of(coordinator_pb2.WorkState.Name, entry.state)
         numbers = (item.number, entry.version, newest - entry.version) if is_asynchronous else ()
         table.add_row(
             str(item.global_rank),
@@ -290,7 +283,7 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     for unit in response.units:
         backups: dict[int, list[str]] = {}
         for each in unit.backups:
-            copy = f"{each.shard.server_id} ({_backup_state(each)})"
+            copy = f"{each.shard.server_id} ({_name_of(coordinator_pb2.BackupState.Name, each.state)})"
             backups.setdefault(each.shard.start_bytes, []).append(copy)
         cells: tuple[str, ...] = (
             str(unit.unit_index),
@@ -308,14 +301,12 @@ def units(response: coordinator_pb2.ListUnitsResponse) -> RenderableType:
     notes = [f"version {response.version}"]
     if unpublished:
         notes.append(f"without initial values yet: {', '.join(unpublished)}")
-    states = Counter(_backup_state(backup) for unit in response.units for backup in unit.backups)
+    states = Counter(
+        _name_of(coordinator_pb2.BackupState.Name, each.state) for unit in response.units for each in unit.backups
+    )
     if states:
         notes.append("backups: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items())))
     return Group("; ".join(notes), table)
-
-
-def _backup_state(backup: coordinator_pb2.BackupSummary) -> str:
-    return coordinator_pb2.BackupState.Name(backup.state).removeprefix("BACKUP_STATE_").lower().replace("_", " ")
 
 
 def readers(response: coordinator_pb2.ListReadersResponse) -> RenderableType:
@@ -347,7 +338,7 @@ def servers(response: coordinator_pb2.ListServersResponse) -> RenderableType:
 
 def server_state(server: coordinator_pb2.ServerSummary) -> Text:
     """Returns the state of a shard server, in its color."""
-    state = _SERVER_STATES.get(server.state, "live" if server.live else "lost")
+    state = _name_of(coordinator_pb2.ServerState.Name, server.state, "live" if server.live else "lost")
     text = f"{state}, draining" if server.draining else state
     return Text(text, {"live": "", "live, draining": "yellow"}.get(text, "red"))
 
@@ -534,7 +525,7 @@ def top(
             str(work.item.global_rank),
             work.trainer or "-",
             trainer.host,
-            "computing" if leased else WORK_STATES.get(work.state, "unknown"),
+            "computing" if leased else _name_of(coordinator_pb2.WorkState.Name, work.state),
             format_seconds(work.state_s),
             *_steps_cells(reports.get(work.trainer, coordinator_pb2.StepReport()), 2)[1:],
             f"{transport_kind(slowest)} {format_size(round(slowest.bytes_per_s))}/s" if slowest else "-",

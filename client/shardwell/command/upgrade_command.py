@@ -159,7 +159,11 @@ class _Upgrade:
     def end(self) -> None:
         """Prints what the operator may do next."""
         now = self._describe()
-        emptied = [name for name, each in self._server_ids.items() if each.primary_count and not _is_primary(now, name)]
+        emptied = [
+            name
+            for name, each in self._server_ids.items()
+            if each.primary_count and not _server(now, name).primary_count
+        ]
         if emptied:
             print(f"the shards of {', '.join(emptied)} have moved: `shardwell rebalance RUN` spreads them again")
 
@@ -226,7 +230,3 @@ def _problems(response: coordinator_pb2.DescribeClusterResponse) -> list[str]:
 def _server(response: coordinator_pb2.DescribeClusterResponse, name: str) -> coordinator_pb2.ServerSummary:
     """Returns a server. One that is not registered has epoch 0."""
     return next((each for each in response.servers if each.server_id == name), coordinator_pb2.ServerSummary())
-
-
-def _is_primary(response: coordinator_pb2.DescribeClusterResponse, name: str) -> bool:
-    return bool(_server(response, name).primary_count)

@@ -245,7 +245,7 @@ class Fetches:
             whole, started_count = Gather(self.stats, alternative, len(fetches)), 0
             try:
                 for shard, fetch in zip(unit.shards, fetches, strict=True):
-                    size_bytes, limit_bytes = shard.stop_bytes - shard.start_bytes, self._max_batched_bytes
+                    size_bytes, limit_bytes = shard.size_bytes, self._max_batched_bytes
                     is_small = limit_bytes is not None and 0 < size_bytes <= limit_bytes
                     if is_small and isinstance(fetch, ShardFetch) and fetch.may_be_batched:
                         fetch.end = whole.end_shard

@@ -117,7 +117,6 @@ class DeltaIncoming(Incoming):
         self._announced: tuple[int, shard_pb2.StreamDeltas | None] = 0, None
 
     def place(self, version: int, deltas: shard_pb2.StreamDeltas | None) -> memoryview:
-        """See ``Incoming``."""
         self._announced = version, deltas
         if deltas is None or not deltas.sizes_bytes:
             self._base.Clear()  # the stream overwrites it
@@ -135,7 +134,6 @@ class DeltaIncoming(Incoming):
         return memory_at(self._buffer.data_ptr(), self.received_bytes, self._buffer)
 
     def finish(self) -> None:
-        """See ``Incoming``."""
         version, deltas = self._announced
         if deltas is not None and deltas.sizes_bytes:
             self._apply(deltas)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,13 +26,12 @@ Excuse = Callable[[BaseException], bool]
 """Returns whether the error of a push does not matter, because the push does not count any more."""
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """Gradients that may count as in flight; see ``PushesInFlight.hold``."""
 
-    __slots__ = ("held_bytes", "is_held")
-
-    def __init__(self) -> None:
-        self.held_bytes, self.is_held = 0, False
+    held_bytes: int = 0
+    is_held: bool = False
 
 
 class UnitPush(Held):
@@ -562,9 +562,7 @@ def _failed(error: ShardwellError, shard: RemoteShard) -> ShardPush:
     def fail() -> PreparedPush:
         raise error
 
-    push = ShardPush(shard, shard.owner.server, None, 0)
-    push.prepare = fail
-    return push
+    return ShardPush(shard, shard.size_bytes, shard.owner.server, prepare=fail)
 
 
 def _read_later(

@@ -126,7 +126,7 @@ class ShardFetch(ShardRead):
     ) -> None:
         super().__init__(remote.address, version, target, average)
         self.remote, self._member = remote, member and version is not None
-        self.size_bytes = remote.stop_bytes - remote.start_bytes
+        self.size_bytes = remote.size_bytes
         self.end: End = ignore_end
         """Called once, in any thread, when the fetch has ended as a part of a batch."""
 
@@ -209,59 +209,35 @@ class RelayedPush:
         return HIERARCHICAL, 0, sum(segment.size_bytes for segment in shard.segments_of(prepared.cut.indices))
 
 
+@dataclass(slots=True, eq=False)
 class ShardPush:
-    """A push of one shard's part of a contribution, which runs when it is called, or in a batch. May be repeated.
+    """A push of one shard's part of a contribution, which runs when it is called, or in a batch. May be repeated."""
 
-    Args:
-        shard: The shard.
-        server: The server that the push was prepared for, which may have lost the shard meanwhile.
-        prepared: The part. None: ``prepare`` makes the part when the push is sent.
-        stream_bytes: Size of the part in a stream. 0: the part is in memory of the server.
-    """
-
-    __slots__ = (
-        "batches",
-        "counted",
-        "done",
-        "error",
-        "key",
-        "of",
-        "prepare",
-        "prepared",
-        "server",
-        "shard",
-        "size_bytes",
-        "stream_bytes",
-        "via",
-    )
-
-    def __init__(
-        self,
-        shard: RemoteShard,
-        server: ServerConnection,
-        prepared: PreparedPush | None,
-        stream_bytes: int,
-        via: RelayedPush | None = None,
-    ) -> None:
-        self.shard, self.server, self.prepared, self.stream_bytes = shard, server, prepared, stream_bytes
-        self.size_bytes = shard.stop_bytes - shard.start_bytes
-        """Size of the shard."""
-        self.via = via
-        """How the part goes through the relay. None: it goes to the owner of the shard."""
-        self.counted: tuple[str, int, int] | None = None
-        """For a part with ``via``: its route, the pushed bytes, and the bytes that another trainer's push contains."""
-        self.prepare: Callable[[], PreparedPush] | None = None
-        # ---- set by ``Pushes``, which queues the push ----
-        self.of: Any = None
-        """The push of the whole unit."""
-        self.key = (0, 0)
-        """Unit index and number of the shard. Pushes with the same key are sent in order."""
-        self.batches: Any = None
-        """The batches that contain the part. None: it is sent by itself."""
-        self.done = False
-        """Whether the part has ended. It then refers to no gradients."""
-        self.error: BaseException | None = None
-        """Why the push failed. Set before it is reported as ended."""
+    shard: RemoteShard
+    size_bytes: int
+    """Size of the shard."""
+    server: ServerConnection
+    """The server that the push was prepared for, which may have lost the shard meanwhile."""
+    prepared: PreparedPush | None = None
+    """The part. None: ``prepare`` makes the part when the push is sent."""
+    stream_bytes: int = 0
+    """Size of the part in a stream. 0: the part is in memory of the server."""
+    via: RelayedPush | None = None
+    """How the part goes through the relay. None: it goes to the owner of the shard."""
+    counted: tuple[str, int, int] | None = None
+    """For a part with ``via``: its route, the pushed bytes, and the bytes that another trainer's push contains."""
+    prepare: Callable[[], PreparedPush] | None = None
+    # ---- set by ``Pushes``, which queues the push ----
+    of: Any = None
+    """The push of the whole unit."""
+    key: tuple[int, int] = (0, 0)
+    """Unit index and number of the shard. Pushes with the same key are sent in order."""
+    batches: Any = None
+    """The batches that contain the part. None: it is sent by itself."""
+    done: bool = False
+    """Whether the part has ended. It then refers to no gradients."""
+    error: BaseException | None = None
+    """Why the push failed. Set before it is reported as ended."""
 
     def __call__(self, nearly_done: NearlyDone = ignore) -> None:
         """Pushes the part by itself, to the present owner of the shard."""
@@ -366,7 +342,7 @@ class RemoteShard:
         self.wait_limit_s, self.gather_dtype = wire.wait_limit_s, wire.gather_dtype
         """The longest wait for a version to exist, and the dtype to which fetched values are rounded."""
         self.owner = server if isinstance(server, ShardOwner) else ShardOwner(server)
-        self.start_bytes, self.stop_bytes = start_bytes, stop_bytes
+        self.start_bytes, self.stop_bytes, self.size_bytes = start_bytes, stop_bytes, stop_bytes - start_bytes
         self._plans = RangePlans(layout, start_bytes, stop_bytes)
         self._what = f"unit {layout.unit!r}, bytes [{start_bytes}, {stop_bytes})"
         self._kept = wire.kept_stream(self._what)
@@ -603,7 +579,7 @@ class RemoteShard:
         self.fetch_copy(copy, version)
         if isinstance(target, RangeTarget):
             return copy.copy_to(version, target.memory)
-        with self._wire.encoded.acquired(self.stop_bytes - self.start_bytes) as stored:
+        with self._wire.encoded.acquired(self.size_bytes) as stored:
             copy.copy_to(version, stored)
             target.deliver_stored(stored)
         return version
@@ -625,7 +601,7 @@ class RemoteShard:
         self, header: PartHeader, read: Callable[[], Mapping[int, torch.Tensor]], via: RelayedPush | None = None
     ) -> ShardPush:
         """Prepares a push whose gradients are read when it is sent; see ``prepare_push``."""
-        later = ShardPush(self, self.owner.server if via is None else via.relay, None, 0, via)
+        later = ShardPush(self, self.size_bytes, self.owner.server if via is None else via.relay, via=via)
         later.prepare = lambda: self.prepare_push(header, read(), via).require_prepared()
         return later
 
@@ -648,7 +624,7 @@ class RemoteShard:
         if via is not None:
             push = PreparedPush(self.address, self._cut(indices, wire_dtype)[0], header, part)
             try:
-                return ShardPush(self, via.relay, via.relay.prepare_relayed(push), 0, via)
+                return ShardPush(self, self.size_bytes, via.relay, via.relay.prepare_relayed(push), via=via)
             except (RelayLostError, ShardwellError) as error:
                 logger.info("a gradient of unit %r is pushed to its server: %s", self.address.layout.unit, error)
         return self._prepare(header, indices, part)
@@ -686,7 +662,7 @@ class RemoteShard:
                 _, size_bytes = self._cut(indices, AS_STORED)
             server.shared_counter.add(sent_bytes=size_bytes)
             size_bytes = 0
-        return ShardPush(self, server, prepared, size_bytes)
+        return ShardPush(self, self.size_bytes, server, prepared, size_bytes)
 
     def _make_cut(self, indices: tuple[int, ...], wire_dtype: WireDtype) -> tuple[PushedRange, int]:
         cut = PushedRange(self.address.layout.unit, self.start_bytes, self.stop_bytes, indices)

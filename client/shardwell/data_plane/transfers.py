@@ -268,7 +268,6 @@ class DaemonThreads(Executor):
             self._changed.notify()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See ``Executor``."""
         with self._changed:
             self._closed = True
             cancelled = [call for call in self._calls if cancel_futures and isinstance(call, _Call)]

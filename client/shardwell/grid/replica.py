@@ -116,17 +116,22 @@ def reachable_address(host: str, coordinator: str) -> str:
             with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as attempt:
                 attempt.bind((address[0], 0))
                 return host
-    name, _, port = coordinator.rpartition(":")
     try:
-        family, kind, *_, target = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as route:
-            route.connect(target)  # sends nothing
-            return str(route.getsockname()[0])
+        return address_towards(coordinator)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"session.device_mesh(): host {host!r} is no address of this machine, and its address towards the "
             f"coordinator at {coordinator} is not known ({error}): pass join(host=ADDRESS)"
         ) from error
+
+
+def address_towards(coordinator: str) -> str:
+    """Returns the address of this machine from which the coordinator at host:port is reached."""
+    name, _, port = coordinator.rpartition(":")
+    family, kind, *_, target = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as route:
+        route.connect(target)  # sends nothing
+        return str(route.getsockname()[0])
 
 
 # ---- the node group ----

@@ -611,7 +611,6 @@ class Combined(ShardedOptimizer):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See ``ShardedOptimizer.step``."""
         loss = super().step(closure)
         for member in self._combined_members:
             # torch's schedulers read this attribute to warn about a call before the first step.

@@ -444,7 +444,7 @@ class Session:
             ``server`` (host:port), ``transport`` (``shm``, ``socket`` or ``grpc``), ``bytes_per_s`` (measured when the
             transport was opened), ``received_bytes`` and ``sent_bytes`` (streamed, in wire dtypes).
         """
-        return self.store.transports
+        return self.store.servers.describe()
 
     def save_checkpoint(self, *, wait: bool = False) -> str:
         """Saves a checkpoint of the newest committed version. Training goes on while the servers write it.

@@ -100,7 +100,6 @@ class ShardRelocations(ResendPolicy):
             self._changed.wait_for(lambda: self._closed or not self._is_pending(), min(limit_s, self.wait_limit_s))
 
     def settle(self) -> None:
-        """See ``ResendPolicy``."""
         if threading.current_thread() is self._thread:
             return
         with self._changed:
@@ -131,7 +130,6 @@ class ShardRelocations(ResendPolicy):
             raise UnavailableError("a server does not answer, and its shards may have moved to another server")
 
     def require_valid(self) -> None:
-        """See ``ResendPolicy``."""
         self._membership.require_valid()
 
     def close(self) -> None:
@@ -204,8 +202,8 @@ class ShardServers:
         self._former_received_bytes = self._former_sent_bytes = 0
         self._former_moved: dict[str, tuple[int, int]] = {}
         """Bytes that closed connections have moved; see ``moved_bytes``."""
-        self._probe = ReachabilityProbe(self._in_use, membership.credentials)
-        membership.reports.transports, membership.reports.unreachable = self.transport_reports, self._probe.report
+        self.probe = ReachabilityProbe(self._in_use, membership.credentials)
+        membership.reports.transports, membership.reports.unreachable = self.transport_reports, self.probe.report
         membership.when_ended = self.disconnect
 
     @property
@@ -330,10 +328,6 @@ class ShardServers:
         self.relocations.close()
         for server in self._present:
             server.close()
-
-    def stop_probes(self) -> None:
-        """Stops the thread that probes servers."""
-        self._probe.close()
 
 
 class ReachabilityProbe:

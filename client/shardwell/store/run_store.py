@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shardwell.data_plane.error_feedback import ErrorFeedback
 from shardwell.data_plane.fetch import Alternative, Fetches, read_newest, wait_for_any
@@ -75,13 +75,14 @@ class RunStore:
         self._deltas = DeltaCache(config.transfers.delta_cache_bytes)
         self._wire = self._make_wire()
         self._rollback_count = membership.joined.rollback_count
-        self._servers = ShardServers(membership, config)
-        self.gradients = ItemPushes(membership, state, self._units, background, self._servers)
+        self.servers = ShardServers(membership, config)
+        """The connections to the shard servers."""
+        self.gradients = ItemPushes(membership, state, self._units, background, self.servers)
         """Pushes gradients under the work items of the step."""
         self.residuals = CheckpointResiduals(membership, self.gradients)
         """Saves the rounding errors of pushes with checkpoints."""
         self._start_error_feedback()
-        self._declarations = UnitDeclarations(membership, self._servers, config.waits.wait_limit_s)
+        self._declarations = UnitDeclarations(membership, self.servers, config.waits.wait_limit_s)
         self._must_check_model = state.number > 0
         self._model_names: dict[str, tuple[str, ...]] = {}
         """The names in the model that the run was told. Empty: those in the run."""
@@ -90,10 +91,10 @@ class RunStore:
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
         self.buffers = RemoteBuffers(membership, self._declarations, self.gradients, self._mappings, self._buffer_wire)
         """Stores the run's buffers."""
-        self._relocations = self._servers.relocations
+        self._relocations = self.servers.relocations
         self._relay.when_found = self._relocations.recheck
         moves = UnitMoves(
-            self._servers,
+            self.servers,
             (
                 MovableUnits(self._units, lambda: self._wire, self._remap),
                 MovableUnits(self.buffers.units, lambda: self._buffer_wire, self.buffers.remap),
@@ -116,9 +117,9 @@ class RunStore:
         """Counts and bytes of gathers and pushes, and seconds that the training thread waited for them."""
         return {
             **self.traffic.as_dict(),
-            "received_bytes": self._servers.received_bytes + self._relay.counter.received_bytes,
-            "sent_bytes": self._servers.sent_bytes + self._relay.counter.sent_bytes,
-            "corrupt_transfer_count": sum(self.corrupt_transfers.values()),
+            "received_bytes": self.servers.received_bytes + self._relay.counter.received_bytes,
+            "sent_bytes": self.servers.sent_bytes + self._relay.counter.sent_bytes,
+            "corrupt_transfer_count": sum(self.servers.corrupt_transfers.values()),
             **self._deltas.stats(),
             "cache_hit_bytes": self._mappings.copies.hit_bytes,
             "node_shared_bytes": self._node.shared_bytes if self._node is not None else 0,
@@ -126,28 +127,14 @@ class RunStore:
         }
 
     @property
-    def corrupt_transfers(self) -> dict[str, int]:
-        """Transfers whose bytes arrived with a wrong checksum and were repeated, by the servers' addresses."""
-        return self._servers.corrupt_transfers
-
-    @property
     def has_lapsed(self) -> bool:
         """True if this trainer is no member of the run now, and may join again."""
         return self._membership.lapsed
-
-    def moved_bytes(self) -> dict[str, tuple[int, int]]:
-        """Returns the bytes received and sent over each transport; see ``ShardServers.moved_bytes``."""
-        return self._servers.moved_bytes()
 
     @property
     def transfers(self) -> TransferOptions:
         """How weights and gradients travel."""
         return self._config.transfers
-
-    @property
-    def transports(self) -> list[dict[str, Any]]:
-        """Each shard server's transport and its statistics."""
-        return self._servers.describe()
 
     def set_wire_dtypes(self, gather_dtype: str | None, push_dtype: str | None) -> None:
         """Changes the dtypes in which 32-bit floats travel; None keeps the option of ``join``.
@@ -203,7 +190,7 @@ class RunStore:
         kept, before = len(self._state.items), len(finished.global_ranks)
         if kept < before:
             self._partition_updates.drop_cache()
-            self._servers.free_gradient_buffers(kept, before)
+            self.servers.free_gradient_buffers(kept, before)
 
     def declare(self, layout: UnitLayout, initial_values: InitialValues) -> int:
         """See ``ParameterStore.declare``. Returns once the run has initial values for the unit."""
@@ -254,7 +241,7 @@ class RunStore:
 
     def _note_declared(self, unit: RemoteUnit) -> None:
         """Has the shards of a new unit moved if they have moved while the unit was declared."""
-        if unit.placement < self._membership.placement or not self._servers.are_open(unit.shards):
+        if unit.placement < self._membership.placement or not self.servers.are_open(unit.shards):
             self._relocations.recheck()
 
     def _remap(self, unit: RemoteUnit, moved: Sequence[int], wait: bool) -> RemoteUnit:
@@ -508,11 +495,11 @@ class RunStore:
 
     def close(self) -> None:
         """Stops the threads and closes the connections. Waits for transfers, which use the memory of units."""
-        self._servers.stop_probes()
+        self.servers.probe.close()
         self._fetches.close()
         self._background_pushes.close()
         self._partition_updates.close()
-        self._servers.disconnect()
+        self.servers.disconnect()
         self._relay.close()
         if self._node is not None:
             self._node.close()

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import socket
 import threading
 import time
 from collections import Counter
@@ -41,7 +40,7 @@ import torch
 
 from shardwell.data_plane.push import Excuse, Pushes
 from shardwell.data_plane.shard import RelayedPush, RemoteShard, RemoteUnit
-from shardwell.grid.replica import RENDEZVOUS_LIMIT_S, NodeMembers, key_of
+from shardwell.grid.replica import RENDEZVOUS_LIMIT_S, NodeMembers, address_towards, key_of
 from shardwell.membership.membership import Membership
 from shardwell.memory.buffers import BufferPool
 from shardwell.options import ADAPTIVE, JoinConfig
@@ -60,7 +59,6 @@ from shardwell.step.step_state import ItemAttempt, StepState, WorkItemState
 from shardwell.store.host_relay import HostRelay
 from shardwell.transport.base import ALLREDUCE, DIRECT, HIERARCHICAL, ROUTES, PartHeader
 from shardwell_wire.errors import ShardwellError, StaleEpochError, UnavailableError, UsageError
-from shardwell_wire.model.layout import Segment
 from shardwell_wire.model.sum_order import Scratch, SumOrder
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
@@ -154,7 +152,7 @@ class GradientGroups:
 
     def _connect_peers(self, named: NodeMembers, members: Sequence[RankOwner], *, has_relay: bool) -> PeerExchange:
         deadline, ranks = time.monotonic() + RENDEZVOUS_LIMIT_S, named.global_ranks
-        listener = Listener(_own_address(self._membership.coordinator_address), named.position, len(members))
+        listener = Listener(address_towards(self._membership.coordinator_address), named.position, len(members))
         with closing(listener):
             host, port, secret = listener.address
             own = f"{named.key} {secret.hex()} {port} {host} {'relay' if has_relay else 'none'}"
@@ -213,16 +211,6 @@ def complete_group(order: SumOrder, owners: Iterable[RankOwner], dp_rank: int) -
     by_rank = {owner.dp_rank: owner for owner in owners}
     complete = [group for group in order.groups_of(dp_rank) if len(group) > 1 and by_rank.keys() >= set(group)]
     return tuple(by_rank[rank] for rank in complete[-1]) if complete else ()
-
-
-def _own_address(coordinator: str) -> str:
-    """Returns the address of this host from which the coordinator is reached."""
-    host, _, port = coordinator.rpartition(":")
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-    return own
 
 
 SMALL_UNIT_BYTES = 256 << 10
@@ -300,7 +288,7 @@ class AdaptiveRoute:
 def _largest_share(unit: RemoteUnit) -> float:
     owned = Counter[str]()
     for shard in unit.shards:
-        owned[shard.server.address.rpartition(":")[0]] += shard.stop_bytes - shard.start_bytes
+        owned[shard.server.address.rpartition(":")[0]] += shard.size_bytes
     return max(owned.values()) / unit.layout.size_bytes
 
 
@@ -483,14 +471,15 @@ class GradientSums:
 
     def _sum(self, shard: RemoteShard, shown: Sequence[Shown]) -> torch.Tensor:
         """Returns the sum of all members' gradients, laid out like the shard. uint8. [stop_bytes - start_bytes]"""
-        buffer, scratch = self._buffers.acquire(shard.stop_bytes - shard.start_bytes), Scratch()
+        buffer, scratch = self._buffers.acquire(shard.size_bytes), Scratch()
         for segment in shard.segments_of(_indices(shown)):
             terms = [
                 (dp_rank, part)
                 for dp_rank, one in zip(self._dp_ranks, shown, strict=True)
                 if (part := one.part(segment)) is not None
             ]
-            out = _segment_in(buffer, shard, segment, terms[0][1].dtype)
+            place = buffer[segment.start_bytes - shard.start_bytes : segment.stop_bytes - shard.start_bytes]
+            out = place.view(terms[0][1].dtype)
             for start in range(0, out.numel(), _SLICE_NUMEL):
                 here = slice(start, start + _SLICE_NUMEL)
                 total = self._order.add([(rank, term[here]) for rank, term in terms], out[here], scratch)
@@ -502,10 +491,6 @@ class GradientSums:
 def _indices(shown: Sequence[Shown]) -> tuple[int, ...]:
     """Returns the parameters that have a gradient in any of them, by rising index."""
     return tuple(sorted(set[int]().union(*(one.indices for one in shown))))
-
-
-def _segment_in(buffer: torch.Tensor, shard: RemoteShard, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
-    return buffer[segment.start_bytes - shard.start_bytes : segment.stop_bytes - shard.start_bytes].view(dtype)
 
 
 class ItemSums:

@@ -112,7 +112,7 @@ class Training:
             **traffic.routes.totals,
         }
         peak_bytes, memory.recent_peak_bytes = memory.recent_peak_bytes, memory.live_bytes
-        return CounterSample(stats, self.store.moved_bytes(), peak_bytes)
+        return CounterSample(stats, self.store.servers.moved_bytes(), peak_bytes)
 
     def report_to_coordinator(self) -> None:
         """Gives the heartbeats a report of the last steps. In the training thread, which owns the GPU's context."""
@@ -123,7 +123,7 @@ class Training:
         """Returns the options and sizes that advice depends on, as they are now."""
         store, units = self.store, self.units
         transfers, policy = store.transfers, units.policy
-        streams = [at["server"] for at in store.transports if at["transport"] in STREAM_TRANSPORTS]
+        streams = [at["server"] for at in store.servers.describe() if at["transport"] in STREAM_TRANSPORTS]
         streamed = {server: is_this_host(server) for server in streams}
         return MonitoredSetup(
             trainer=self.membership.trainer,
@@ -137,7 +137,7 @@ class Training:
             unit_bytes=tuple(unit.size_bytes for unit in units),
             memory_bytes=_free_bytes(units) + units.live_bytes + units.memory.pool.idle_bytes,
             routes=store.routes,
-            corrupt_transfers=store.corrupt_transfers,
+            corrupt_transfers=store.servers.corrupt_transfers,
         )
 
 

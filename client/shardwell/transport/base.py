@@ -437,7 +437,6 @@ class StreamTransport(Transport):
         self._counter = counter or ByteCounter()
 
     def fetch(self, read: ShardRead, *, wait_s: float, timeout_s: float, nearly_done: NearlyDone = ignore) -> int:
-        """See ``Transport``."""
         shard, target = read.shard, read.target
         with target.incoming() as incoming:
             request = shard_pb2.GatherRequest(
@@ -459,7 +458,6 @@ class StreamTransport(Transport):
         return fetched
 
     def push(self, prepared: PreparedPush, *, timeout_s: float, nearly_done: NearlyDone = ignore) -> None:
-        """See ``Transport``."""
         gradients = prepared.gradients
         header = prepared.cut.header(prepared.header, gradients.wire_dtype)
         with gradients.stream() as pieces:
@@ -467,7 +465,6 @@ class StreamTransport(Transport):
             self._counter.add(sent_bytes=sum(map(len, pieces)))
 
     def measure(self, *, timeout_s: float) -> float:
-        """See ``Transport``."""
         self.measure_stream(self._WARM_UP_BYTES, timeout_s=timeout_s)
         return self.measure_stream(self._MEASURED_BYTES, timeout_s=timeout_s)
 

@@ -219,7 +219,6 @@ class GrpcTransport(StreamTransport):
         timeout_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
-        """See ``StreamTransport``."""
         first = shard_pb2.ReduceScatterRequest(header=header)
 
         def send() -> shard_pb2.ReduceScatterResponse:
@@ -234,15 +233,12 @@ class GrpcTransport(StreamTransport):
     def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        """See ``StreamTransport``."""
         answer: shard_pb2.ReduceGradientBufferResponse = self._client.call(
             "ReduceGradientBuffer", request, timeout_s=timeout_s
         )
         return answer
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
-        """See ``StreamTransport``."""
-
         def receive() -> None:
             what = f"GatherBatch from {self._client.address}"
             for data in self._gather_batch(request, timeout=timeout_s):
@@ -257,11 +253,9 @@ class GrpcTransport(StreamTransport):
         self._client.once(receive)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
-        """See ``StreamTransport``."""
         return self._client.push_batch(request, timeout_s=timeout_s)
 
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
-        """See ``StreamTransport``."""
         request = shard_pb2.MeasureTransportRequest(size_bytes=size_bytes, chunk_bytes=self._client.chunk_bytes)
         started = time.perf_counter()
 

@@ -89,9 +89,6 @@ class RelayConnection(ServerConnection):
             RelayLostError: The relay is gone.
         """
         request = shard_pb2.RelayUnitRequest(
-            run=self._run.name,
-            run_id=self._run.run_id,
-            transport_id=self._shm().session_id,
             unit=unit.layout.to_proto(),
             start_bytes=[start for start, _ in ranges],
             stop_bytes=[stop for _, stop in ranges],
@@ -122,9 +119,6 @@ class RelayConnection(ServerConnection):
             ShardwellError: The error of the shard's owner.
         """
         request = shard_pb2.ReadRelayedRequest(
-            run=self._run.name,
-            run_id=self._run.run_id,
-            transport_id=self._shm().session_id,
             unit=shard.layout.unit,
             start_bytes=shard.start_bytes,
             version=version,
@@ -172,10 +166,7 @@ class RelayConnection(ServerConnection):
         Raises:
             RelayLostError: The relay is gone.
         """
-        request = shard_pb2.SkipRelayRequest(
-            run=self._run.name, run_id=self._run.run_id, transport_id=self._shm().session_id, step=step
-        )
-        self._call("SkipRelay", request, _ANSWER_S)
+        self._call("SkipRelay", shard_pb2.SkipRelayRequest(step=step), _ANSWER_S)
 
     def notice_loss(self) -> bool:
         """Returns whether the relay is gone."""
@@ -195,7 +186,9 @@ class RelayConnection(ServerConnection):
         request: shard_pb2.RelayUnitRequest | shard_pb2.ReadRelayedRequest | shard_pb2.SkipRelayRequest,
         timeout_s: float,
     ) -> Any:
+        """Calls an rpc about the session of shared memory, whose names are set here."""
         shm = self._shm()
+        request.run, request.run_id, request.transport_id = self._run.name, self._run.run_id, shm.session_id
         try:
             return self.client.call(rpc_name, request, timeout_s=timeout_s)
         except ShardwellError as error:

@@ -218,7 +218,6 @@ class ServerConnection(ReachedServer):
         return self.transports.transport
 
     def lost_transport(self, error: ShardwellError, operation: Operation) -> bool:
-        """See ``ReachedServer``."""
         return self.transports.lost(error, is_shared=operation.is_shared)
 
     def describe(self) -> dict[str, Any]:

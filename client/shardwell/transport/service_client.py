@@ -29,7 +29,7 @@ import shardwell_wire
 from shardwell.find_credentials import find_credentials
 from shardwell_wire.connection import call_frames
 from shardwell_wire.connection.call_frames import CallConnectionError, End
-from shardwell_wire.connection.channel import FailoverChannel, backoff, open_channel, retry
+from shardwell_wire.connection.channel import FailoverChannel, backoff, open_channel, open_stub, retry
 from shardwell_wire.connection.socket_frames import ByteStream, EncryptedStream, PlainStream, set_options
 from shardwell_wire.errors import (
     DeadlineError,
@@ -480,17 +480,15 @@ class ServiceClient:
 
     def _open_unary(self, rpc_name: str) -> _Unary:
         """Returns what a unary rpc needs, which is made once."""
-        method, path = self._service.methods_by_name[rpc_name], self._path(rpc_name)
-        decode = GetMessageClass(method.output_type).FromString
-        encode = GetMessageClass(method.input_type).SerializeToString
-        stub = self._channel.unary_unary(path, request_serializer=encode, response_deserializer=decode)
-        rpc = self._unary[rpc_name] = _Unary(path, decode, stub)
+        decode = GetMessageClass(self._service.methods_by_name[rpc_name].output_type).FromString
+        stub = open_stub(self._channel, self._service, rpc_name)
+        rpc = self._unary[rpc_name] = _Unary(f"/{self._service.full_name}/{rpc_name}", decode, stub)
         return rpc
 
     def stream(self, rpc_name: str, request: Any, *, timeout_s: float | None) -> Iterator[Any]:
         """Calls an rpc that returns a stream of messages; raises as ``call`` does."""
         try:
-            yield from self._stream_stub(rpc_name)(request, timeout=timeout_s)
+            yield from self._stub(rpc_name)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise self._mapped(error) from error
 
@@ -500,16 +498,8 @@ class ServiceClient:
         Raises:
             UnavailableError: The client is closed.
         """
-        stub = self._stream_stub(rpc_name)
+        stub = self._stub(rpc_name)
         return self.attempt(lambda: MessageStream(stub(request, wait_for_ready=True), self.peer), retry_for_s=0.0)
-
-    def _stream_stub(self, rpc_name: str) -> Callable[..., Any]:
-        """Returns a stub of an rpc that returns a stream of messages."""
-        method = self._service.methods_by_name[rpc_name]
-        encode = GetMessageClass(method.input_type).SerializeToString
-        decode = GetMessageClass(method.output_type).FromString
-        stub = self._channel.unary_stream(self._path(rpc_name), request_serializer=encode, response_deserializer=decode)
-        return self._with_credentials(stub)
 
     def open(self, rpc_name: str, request: Any, *, timeout_s: float, retry_for_s: float | None = None) -> StandingRpc:
         """Calls an rpc that sends one response and then stays open; raises as ``call`` does.
@@ -540,17 +530,11 @@ class ServiceClient:
 
     def byte_response_stub(self, rpc_name: str) -> Callable[..., Any]:
         """Returns a stub that leaves response messages undecoded, for ``chunk_streams``."""
-        method = self._service.methods_by_name[rpc_name]
-        serializer = GetMessageClass(method.input_type).SerializeToString
-        return self._with_credentials(self._channel.unary_stream(self._path(rpc_name), request_serializer=serializer))
+        return self._stub(rpc_name, raw_response=True)
 
     def byte_request_stub(self, rpc_name: str) -> Callable[..., Any]:
         """Returns a stub that takes encoded request messages, from ``chunk_streams``."""
-        method = self._service.methods_by_name[rpc_name]
-        deserializer = GetMessageClass(method.output_type).FromString
-        return self._with_credentials(
-            self._channel.stream_unary(self._path(rpc_name), response_deserializer=deserializer)
-        )
+        return self._stub(rpc_name, raw_request=True)
 
     def attempt(self, action: Callable[[], Result], *, retry_for_s: float) -> Result:
         """Calls ``action`` with retries while the server is unavailable or refuses requests. Maps gRPC errors."""
@@ -591,11 +575,9 @@ class ServiceClient:
         self._calls.close()
         self._channel.close()
 
-    def _path(self, rpc_name: str) -> str:
-        return f"/{self._service.full_name}/{rpc_name}"
-
-    def _with_credentials(self, stub: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a stub that sends the client's present credentials with every call."""
+    def _stub(self, rpc_name: str, **raw: bool) -> Callable[..., Any]:
+        """Returns a stub that sends the client's present credentials with every call; see ``open_stub``."""
+        stub = open_stub(self._channel, self._service, rpc_name, **raw)
         if not self.credentials:
             return stub
 

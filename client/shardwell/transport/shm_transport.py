@@ -164,7 +164,6 @@ class _BufferedPush(PreparedPush):
 
     @property
     def gradients(self) -> GradientPart:  # type: ignore[override]  # an attribute in the base class: no call
-        """See ``PreparedPush``."""
         return _BufferedGradients(self.shard, self.cut, self.buffer.memory)
 
 
@@ -234,7 +233,6 @@ class ShmTransport(SharedTransport):
         return proof
 
     def open_file(self, name: str, /, *, size_bytes: int) -> int:
-        """See ``SharedTransport``."""
         return self._receive(name, size_bytes=size_bytes)
 
     def _receive(self, name: str, **limits: int) -> int:
@@ -249,7 +247,6 @@ class ShmTransport(SharedTransport):
         return read.shard.copy_to(found, read.target)
 
     def locate(self, shard: ShardAddress, version: int | None, *, timeout_s: float) -> shard_pb2.LocateShardResponse:
-        """See ``SharedTransport``."""
         request = shard_pb2.LocateShardRequest(
             run=self._run.name,
             run_id=self._run.run_id,
@@ -270,7 +267,6 @@ class ShmTransport(SharedTransport):
         return self._write(push, self._gradient_buffers.acquire(cut.shard_key, push.header.common.dp_rank))
 
     def prepare_push_at_once(self, push: PreparedPush) -> _BufferedPush | None:
-        """See ``SharedTransport``."""
         buffer = self._gradient_buffers.acquire_free(push.cut.shard_key, push.header.common.dp_rank)
         return None if buffer is None else self._write(push, buffer)
 
@@ -316,14 +312,12 @@ class ShmTransport(SharedTransport):
     def add_to_batch(
         self, prepared: PreparedPush, request: shard_pb2.ReduceBatchRequest
     ) -> shard_pb2.BatchedPart | None:
-        """See ``SharedTransport``."""
         if not isinstance(prepared, _BufferedPush) or prepared.transport is not self:
             return None
         request.transport_id = self.session_id
         return request.parts.add(gradient_buffer_id=prepared.buffer.buffer_id)
 
     def finish_batched(self, prepared: PreparedPush, result: shard_pb2.BatchedPartResult) -> None:
-        """See ``SharedTransport``."""
         if isinstance(prepared, _BufferedPush) and not result.status and not result.adopted:
             self._gradient_buffers.release(prepared.buffer)
 
@@ -352,11 +346,9 @@ class ShmTransport(SharedTransport):
             ) from error
 
     def release(self, dp_rank: int | None = None) -> None:
-        """See ``SharedTransport``."""
         self._gradient_buffers.release_rank(dp_rank)
 
     def free_memory(self, kept: int, of: int) -> None:
-        """See ``SharedTransport``."""
         staging, self._staging_buffers = self._staging_buffers, {}
         self._ids_to_close += self._gradient_buffers.take_excess(kept, of)
         self._ids_to_close += [each.buffer_id for each in staging.values()]
@@ -372,7 +364,6 @@ class ShmTransport(SharedTransport):
     def read_partition(
         self, shard: ShardAddress, location: PartitionLocation, context: common_pb2.RequestContext, *, timeout_s: float
     ) -> SharedPartitionSegment:
-        """See ``SharedTransport``."""
         request = shard_pb2.OpenStagingBufferRequest(
             partition=read_request(location, context), transport_id=self.session_id
         )
@@ -397,7 +388,6 @@ class ShmTransport(SharedTransport):
         *,
         timeout_s: float,
     ) -> bool:
-        """See ``SharedTransport``."""
         state = describe_state(location, segment)
         if not isinstance(segment, SharedPartitionSegment) or not segment.write_back(state):
             return False

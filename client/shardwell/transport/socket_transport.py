@@ -360,7 +360,6 @@ class SocketTransport(StreamTransport):
         timeout_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> int:
-        """See ``StreamTransport``."""
         with self._request(f"Gather of unit {request.unit!r}", timeout_s) as connection:
             connection.send([encode_request(Kind.GATHER, request, timeout_s)])
             header = parse_message(connection.receive(Kind.GATHERING), shard_pb2.GatherHeader)
@@ -376,7 +375,6 @@ class SocketTransport(StreamTransport):
         timeout_s: float,
         nearly_done: NearlyDone = ignore,
     ) -> shard_pb2.ReduceScatterResponse:
-        """See ``StreamTransport``."""
         with self._request(f"ReduceScatter of unit {header.unit!r}", timeout_s) as connection:
             connection.send_stream(header, pieces)
             nearly_done()
@@ -385,7 +383,6 @@ class SocketTransport(StreamTransport):
     def control(
         self, request: shard_pb2.ReduceGradientBufferRequest, timeout_s: float
     ) -> shard_pb2.ReduceGradientBufferResponse:
-        """See ``StreamTransport``."""
         with self._request(f"ReduceGradientBuffer of unit {request.header.unit!r}", timeout_s) as connection:
             connection.send([encode_request(Kind.REDUCE_GRADIENT_BUFFER, request, timeout_s)])
             return parse_message(
@@ -393,7 +390,6 @@ class SocketTransport(StreamTransport):
             )
 
     def fetch_batch(self, request: shard_pb2.GatherBatchRequest, answers: BatchAnswers, *, timeout_s: float) -> None:
-        """See ``StreamTransport``."""
         with self._request(f"GatherBatch of {len(request.ranges)} ranges", timeout_s) as connection:
             connection.send([encode_request(Kind.GATHER_BATCH, request, timeout_s)])
             while answers.are_missing:
@@ -402,13 +398,11 @@ class SocketTransport(StreamTransport):
                 answers.finish(response)
 
     def push_batch(self, request: shard_pb2.ReduceBatchRequest, *, timeout_s: float) -> shard_pb2.ReduceBatchResponse:
-        """See ``StreamTransport``."""
         with self._request(f"ReduceBatch of {len(request.parts)} parts", timeout_s) as connection:
             connection.send([encode_request(Kind.REDUCE_BATCH, request, timeout_s)])
             return parse_message(connection.receive(Kind.BATCH_REDUCED), shard_pb2.ReduceBatchResponse)
 
     def measure_stream(self, size_bytes: int, *, timeout_s: float) -> float:
-        """See ``StreamTransport``."""
         target = memoryview(bytearray(size_bytes))
         started = time.perf_counter()
         with self._request("a measurement", timeout_s) as connection:
@@ -418,7 +412,6 @@ class SocketTransport(StreamTransport):
         return size_bytes / (time.perf_counter() - started)
 
     def close(self) -> None:
-        """See ``Transport``."""
         self.session.end()
         self._end()
 

@@ -20,6 +20,8 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_wire.errors import STATUS_DETAILS_KEY, UnavailableError, UsageError
 from shardwell_wire.model.names import is_address
@@ -104,6 +106,30 @@ def open_aio_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_channel_options())
     return _SecureAioChannel(address, tls, grpc.aio.secure_channel)
+
+
+def open_stub(
+    channel: Any, service: ServiceDescriptor, rpc_name: str, *, raw_request: bool = False, raw_response: bool = False
+) -> Callable[..., Any]:
+    """Returns a stub of an rpc, of the kind that the service says.
+
+    Args:
+        channel: A channel of gRPC, blocking or not.
+        service: The service, from the generated module's ``DESCRIPTOR``.
+        rpc_name: Name of the rpc in the proto file.
+        raw_request: Whether the stub takes encoded request messages.
+        raw_response: Whether the stub returns response messages undecoded.
+    """
+    method = service.methods_by_name[rpc_name]
+    request, response = (
+        "stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming)
+    )
+    stub: Callable[..., Any] = getattr(channel, f"{request}_{response}")(
+        f"/{service.full_name}/{rpc_name}",
+        request_serializer=None if raw_request else GetMessageClass(method.input_type).SerializeToString,
+        response_deserializer=None if raw_response else GetMessageClass(method.output_type).FromString,
+    )
+    return stub
 
 
 class _SecureChannel:

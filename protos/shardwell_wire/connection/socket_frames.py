@@ -141,7 +141,6 @@ class PlainStream(ByteStream):
         self.plain, self.send = connected, connected.sendmsg  # without a function: every frame comes here
 
     def receive(self, places: Sequence[memoryview]) -> int:
-        """See ``ByteStream``."""
         count, *_ = self._socket.recvmsg_into(places, 0, socket.MSG_DONTWAIT)
         return count
 
@@ -171,16 +170,13 @@ class EncryptedStream(ByteStream):
 
     @property
     def buffered_bytes(self) -> int:  # type: ignore[override]  # a plain stream has an attribute: no call
-        """See ``ByteStream``."""
         return self._incoming.pending + self._tls.pending()
 
     @property
     def is_worn_out(self) -> bool:  # type: ignore[override]  # as above
-        """See ``ByteStream``."""
         return max(self._sent_records, self._received_records) > _MOST_RECORDS
 
     def want(self, size_bytes: int) -> None:
-        """See ``ByteStream``."""
         # OpenSSL also keeps the received part of one record, and does not tell its size.
         super().want(max(1, size_bytes - self.buffered_bytes - _MAX_RECORD_BYTES))
 
@@ -205,7 +201,6 @@ class EncryptedStream(ByteStream):
         self._flush()
 
     def send(self, buffers: Sequence[Buffer]) -> int:
-        """See ``ByteStream``."""
         if not self._unsent:
             self._encrypt(buffers)
         self._flush()
@@ -213,7 +208,6 @@ class EncryptedStream(ByteStream):
         return sent_bytes
 
     def receive(self, places: Sequence[memoryview]) -> int:
-        """See ``ByteStream``."""
         try:
             while not (count := self._decrypt(places)):
                 self._fill()

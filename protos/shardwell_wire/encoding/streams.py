@@ -304,15 +304,12 @@ class BlockSlice(Slice):
     """Items per block."""
 
     def encode(self, values: torch.Tensor, stream: torch.Tensor, seed: int = 0) -> None:
-        """See ``Slice``."""
         quantization_blocks.encode(self.kind, self.block_numel, values, stream[self.in_stream])
 
     def decode(self, stream: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``Slice``."""
         quantization_blocks.decode(self.kind, self.block_numel, stream[self.in_stream], values)
 
     def decode_overlapping(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``Slice``."""
         if self.kind == AS_STORED:
             # ctypes releases the interpreter lock.
             ctypes.memmove(values.data_ptr(), encoded.data_ptr(), encoded.numel())
@@ -322,7 +319,6 @@ class BlockSlice(Slice):
             quantization_blocks.decode(self.kind, self.block_numel, scratch, values)
 
     def round_trip(self, values: torch.Tensor, arrived: torch.Tensor) -> None:
-        """See ``Slice``."""
         if self.kind == AS_STORED:
             arrived.copy_(values)
             return
@@ -344,12 +340,10 @@ class MatrixSlice(Slice):
         return self.numel == self.shape[0] * self.shape[1]
 
     def encode(self, values: torch.Tensor, stream: torch.Tensor, seed: int = 0) -> None:
-        """See ``Slice``."""
         assert self.is_whole, "a part of a matrix has no factors of its own"
         low_rank_factors.encode(values.view(self.shape), LOW_RANK[self.kind], stream[self.in_stream], seed)
 
     def decode(self, stream: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``Slice``."""
         low_rank_factors.decode(stream[self.in_stream], *self._place, values)
 
     def subtract(self, stream: torch.Tensor, values: torch.Tensor) -> None:
@@ -357,11 +351,9 @@ class MatrixSlice(Slice):
         low_rank_factors.subtract(stream[self.in_stream], *self._place, values)
 
     def decode_overlapping(self, encoded: torch.Tensor, values: torch.Tensor) -> None:
-        """See ``Slice``."""
         low_rank_factors.decode(encoded, *self._place, values)  # which copies the factors first
 
     def round_trip(self, values: torch.Tensor, arrived: torch.Tensor) -> None:
-        """See ``Slice``."""
         assert self.is_whole, "a part of a matrix has no factors of its own"
         factors = torch.empty(self.encoded_bytes, dtype=torch.uint8, device="cpu")
         low_rank_factors.encode(values.view(self.shape), LOW_RANK[self.kind], factors, 0)

@@ -355,18 +355,7 @@ def has_ended(identity: str) -> bool:
     Args:
         identity: The result of ``own_identity`` in that process.
     """
-    space, _, rest = identity.rpartition("/")
-    space, _, pid = space.rpartition("/")
-    try:
-        if not pid.isdecimal() or space != _process_space():
-            return False
-        os.kill(int(pid), 0)
-        state, started = _state_and_start(int(pid))
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False  # the process exists and belongs to another user
-    return started != rest or state in _ENDED_STATES
+    return _runs(identity) is False
 
 
 def runs_here(identity: str) -> bool:
@@ -375,14 +364,23 @@ def runs_here(identity: str) -> bool:
     Args:
         identity: The result of ``own_identity`` in that process.
     """
+    return _runs(identity) is True
+
+
+def _runs(identity: str) -> bool | None:
+    """Returns whether a process runs. None: unknown."""
     space, _, started = identity.rpartition("/")
     space, _, pid = space.rpartition("/")
     try:
         if not pid.isdecimal() or space != _process_space():
-            return False
+            return None
+        with suppress(PermissionError):  # the process exists and belongs to another user
+            os.kill(int(pid), 0)
         state, found = _state_and_start(int(pid))
-    except (OSError, OverflowError):
+    except ProcessLookupError:
         return False
+    except (OSError, OverflowError):
+        return None
     return found == started and state not in _ENDED_STATES
 
 

@@ -243,7 +243,7 @@ def _expected_optimizer(run: Run, step: Step) -> common_pb2.OptimizerStep | None
     # Several optimizers alternate. Expect the one that followed the last time the units of ``last`` were updated.
     committed = [committed_optimizer(record.optimizer) for record in run.commits.records]
     successors = reversed([*pairwise(committed)])
-    return _next_of(next((after for before, after in successors if _same_units(before, last)), last))
+    return _next_of(next((after for before, after in successors if before.units == last.units), last))
 
 
 def _next_of(optimizer: common_pb2.OptimizerStep) -> common_pb2.OptimizerStep:
@@ -254,10 +254,6 @@ def _next_of(optimizer: common_pb2.OptimizerStep) -> common_pb2.OptimizerStep:
     following.CopyFrom(optimizer)
     following.ClearField("new_state")
     return following
-
-
-def _same_units(one: common_pb2.OptimizerStep, other: common_pb2.OptimizerStep) -> bool:
-    return list(one.units) == list(other.units)
 
 
 def _manifest(run: Run, step: Step, server_id: str) -> list[shard_pb2.RankManifest]:

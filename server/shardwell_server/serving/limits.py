@@ -384,11 +384,7 @@ class Unproven:
 
 
 def refusals(close: Callable[[Iterable[str]], int] = close_connections) -> Unproven:
-    """Returns the limit of refused requests.
-
-    Args:
-        close: See ``Unproven``.
-    """
+    """Returns the limit of refused requests. ``close``: see ``Unproven``."""
     return Unproven(Rate(REFUSALS_PER_S, REFUSAL_BURST), close)
 
 

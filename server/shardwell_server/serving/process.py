@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -320,7 +320,7 @@ def _stop_at_end_of_input(loop: asyncio.AbstractEventLoop, stop: Callable[[], No
         loop.call_soon_threadsafe(stop)
 
 
-def run(main: Awaitable[_Result], *, log_level: str, log_format: str = "text", name: str = "") -> _Result:
+def run(main: Coroutine[Any, Any, _Result], *, log_level: str, log_format: str = "text", name: str = "") -> _Result:
     """Runs a server's main coroutine with logging to standard error; returns its result.
 
     Args:
@@ -332,14 +332,11 @@ def run(main: Awaitable[_Result], *, log_level: str, log_format: str = "text", n
     json_log.configure(log_level, log_format, name)
     _allow_many_files()
 
-    async def until_done() -> _Result:
-        return await main
-
     # Imported modules are never freed. Without this call, the garbage collector scans their objects while the server
     # serves and at exit. With torch, a scan takes a third of a second.
     gc.freeze()
     try:
-        return asyncio.run(until_done())
+        return asyncio.run(main)
     finally:
         _remove_leftovers()
 

@@ -22,9 +22,7 @@ def unit(num_servers: int, numel: int = SMALL_UNIT_BYTES // 4) -> RemoteUnit:
     layout = UnitLayout("u", (Parameter("a", (numel,), "float32"),))
     part = layout.size_bytes // num_servers
     shards: Any = tuple(
-        SimpleNamespace(
-            start_bytes=part * number, stop_bytes=part * (number + 1), server=SimpleNamespace(address=f"s{number}:1")
-        )
+        SimpleNamespace(size_bytes=part, server=SimpleNamespace(address=f"s{number}:1"))
         for number in range(num_servers)
     )
     return RemoteUnit(0, layout, shards)

@@ -185,7 +185,9 @@ def describe_performance(run: Run, logged_count: int) -> coordinator_pb2.Describ
     world, commits = run.settings.world, run.commits
     live = [member for member in run.members if member.live]
     ranks = {member.name: run.owners.ranks_of(member.name) for member in live}
-    first = [each for each in live if any(_is_first(world.coordinates(rank)) for rank in ranks[each.name])]
+    # One rank of a replica counts its tokens: the others count the same.
+    places = {each.name: [world.coordinates(rank) for rank in ranks[each.name]] for each in live}
+    first = [each for each in live if any(not (at.tp_rank or at.pp_rank or at.cp_rank) for at in places[each.name])]
     reports = [member.report for member in first if member.report is not None]
     return coordinator_pb2.DescribePerformanceResponse(
         committed_step=run.committed_step,
@@ -201,11 +203,6 @@ def describe_performance(run: Run, logged_count: int) -> coordinator_pb2.Describ
             for at in list(commits.logged)[max(0, len(commits.logged) - logged_count) :]
         ],
     )
-
-
-def _is_first(at: Coordinates) -> bool:
-    """True for the rank of a replica that counts its tokens. The others count the same."""
-    return not (at.tp_rank or at.pp_rank or at.cp_rank)
 
 
 def _summarize_checkpoints(run: Run) -> coordinator_pb2.CheckpointSummary:

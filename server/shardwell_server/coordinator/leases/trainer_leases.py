@@ -505,7 +505,8 @@ class ItemLeases:
         item, late_s = found
         remaining_s = late_s - self._state.clock()
         if remaining_s > 0:
-            self._wake_later(run, remaining_s)
+            if not run.calls.waking.in_flight:
+                self._state.tasks.start(run.calls.waking(run.changed.notify_after, remaining_s))
             return
         work.start_twin(item, member.name)
         message = (
@@ -513,10 +514,6 @@ class ItemLeases:
             f"{member.name!r} computes its twin item"
         )
         self._state.events.add(EventKind.WORK_COPIED, message, run=run.name)
-
-    def _wake_later(self, run: Run, seconds: float) -> None:
-        if not run.calls.waking.in_flight:
-            self._state.tasks.start(run.calls.waking(run.changed.notify_after, seconds))
 
     def lease_vacant_items(self, run: Run) -> None:
         """Leases vacant items to trainers that wait for work. In an asynchronous run, they ask for items."""

@@ -23,7 +23,6 @@ from shardwell_server.coordinator.checkpoints.restoring import RunRestorer
 from shardwell_server.coordinator.committer import UpdateSender
 from shardwell_server.coordinator.inspection.events import EventKind
 from shardwell_server.coordinator.leases.trainer_leases import ItemLeases
-from shardwell_server.coordinator.placed_units import Unit
 from shardwell_server.coordinator.promotion import Promoter
 from shardwell_server.coordinator.run import Run
 from shardwell_server.coordinator.servers.copies import HeldShards, Losses
@@ -97,7 +96,9 @@ class Relocator:
                 await run.changed.wait()
             losses = self._copies.losses(run)
             if self._must_roll_back(run, losses):
-                await self._restorer.roll_back(run, _describe_loss(losses.shards))
+                servers = ", ".join(map(repr, sorted({shard.server_id for _, shard in losses.shards})))
+                why = f"{len(losses.shards)} shards on {servers} were lost and have no backup"
+                await self._restorer.roll_back(run, why)
                 return
             if not losses.promotions and not losses.backups:
                 return  # nothing can be replaced; the run reports what it lost
@@ -207,11 +208,6 @@ class Relocator:
         self._promoter.start(run)
         self._updates.repeat(run, process)
         self._items.start_fencing(run)
-
-
-def _describe_loss(shards: list[tuple[Unit, ShardRecord]]) -> str:
-    servers = ", ".join(map(repr, sorted({shard.server_id for _, shard in shards})))
-    return f"{len(shards)} shards on {servers} were lost and have no backup"
 
 
 def _by_run(held: Iterable[coordinator_pb2.HeldShard]) -> dict[str, HeldShards]:

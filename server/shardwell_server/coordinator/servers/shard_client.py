@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_wire.connection import call_frames
 from shardwell_wire.connection.call_frames import CallConnectionError, End
-from shardwell_wire.connection.channel import open_aio_channel, retry_async
+from shardwell_wire.connection.channel import open_aio_channel, open_stub, retry_async
 from shardwell_wire.connection.socket_frames import set_options
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, from_status_details
 from shardwell_wire.host.server_folders import has_ended
@@ -33,10 +33,6 @@ _CONNECT_TIMEOUT_S = 2.0
 
 _Response = asyncio.Future[tuple[bytes, bool]]
 """Body of a response, and whether it is an error."""
-
-
-def _new_response(loop: asyncio.AbstractEventLoop) -> _Response:
-    return loop.create_future()
 
 
 class CallLine(asyncio.Protocol):
@@ -97,7 +93,8 @@ class CallLine(asyncio.Protocol):
         if self._transport is None or not self.is_open:
             raise CallConnectionError("the connection is closed")
         self._number = self._number % 0xFFFF_FFFF + 1
-        number, response = self._number, _new_response(self._loop)
+        number = self._number
+        response: _Response = self._loop.create_future()
         # The silence of a connection without requests shows nothing.
         if not self._waiting:
             self._heard_s = self._loop.time()
@@ -327,13 +324,7 @@ class ShardCalls:
     def _new_stub(self, address: str, rpc_name: str) -> Any:
         if address not in self._channels:
             self._channels[address] = open_aio_channel(address, self._credentials.tls)
-        method = self._service.methods_by_name[rpc_name]
-        stub = self._channels[address].unary_unary(
-            f"/{self._service.full_name}/{rpc_name}",
-            request_serializer=GetMessageClass(method.input_type).SerializeToString,
-            response_deserializer=GetMessageClass(method.output_type).FromString,
-        )
-        self._stubs[address, rpc_name] = stub
+        stub = self._stubs[address, rpc_name] = open_stub(self._channels[address], self._service, rpc_name)
         return stub
 
 

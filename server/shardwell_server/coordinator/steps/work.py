@@ -324,7 +324,6 @@ class SynchronousWork(Work):
         return item
 
     def restore(self, items: dict[int, WorkItem], versions: Mapping[int, int]) -> None:
-        """See ``Work``."""
         if any(version != self._commits.count for version in versions.values()):
             # The run was not stored after the last commit, because nothing else changed: lease the items as before.
             self.begin(items)
@@ -332,7 +331,6 @@ class SynchronousWork(Work):
         self.steps = (Step(self._commits.count, items, self._clock(), restored=True),)
 
     def advance(self, step: Step) -> None:
-        """See ``Work``."""
         self.begin(step.items)
 
     def leaders(self, step: Step) -> list[str]:
@@ -361,7 +359,6 @@ class SynchronousWork(Work):
     # ---- items ----
 
     def assigned_to(self, name: str) -> coordinator_pb2.StepWork:
-        """See ``Work``."""
         step = self.step
         # All trainers of a replica must compute their items in the same order.
         leased = sorted(step.leased_to(name), key=lambda item: item.dp_rank)
@@ -373,7 +370,6 @@ class SynchronousWork(Work):
         return coordinator_pb2.StepWork(step=step.number, items=map(self.locate_data, items), position=step.number)
 
     def lease_own_items(self, name: str) -> bool:
-        """See ``Work``."""
         replicas, live = self._owners.replicas, self._members.live
         vacant = ((item, replicas[item.dp_rank]) for item in self.items if item.state is WorkState.VACANT)
         found = [(item, replica) for item, replica in vacant if name in replica and live.keys() >= set(replica)]

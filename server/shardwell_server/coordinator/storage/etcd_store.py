@@ -395,9 +395,6 @@ class EtcdStore(TableStore):
     def _execute_pending(self, groups: list[list[etcd_pb2.EtcdRequestOp]]) -> None:
         for group in groups:
             self._transact(group)
-        self._delete_pending()
-
-    def _delete_pending(self) -> None:
         pending = _key(self._prefix, "pending")
         self._transact([delete(pending, end_of(pending))])
 

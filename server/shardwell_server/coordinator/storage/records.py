@@ -40,7 +40,7 @@ class Row:
             other: Values of the keyword-only fields.
         """
         pairs = zip(columns_of(cls), row, strict=len(row) > len(columns_of(cls)))
-        values = (_FROM_COLUMN.get(str(column.type), _same)(value) for column, value in pairs)
+        values = (_FROM_COLUMN.get(str(column.type), lambda stored: stored)(value) for column, value in pairs)
         return cls(*values, **other)
 
 
@@ -312,10 +312,6 @@ class StoredState:
     """Ids of all deleted runs. No run gets one of them again."""
     events: tuple[EventRecord, ...] = ()
     """The most recent events that are not routine, oldest first."""
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _norms(text: str) -> tuple[tuple[float, ...], ...]:

@@ -403,7 +403,8 @@ class ShardOptimizer:
         for group, numbers, each in plan.groups:
             own = [gradient for number in numbers if (gradient := gradients[number]) is not None]
             pieces.append(partial(each, own, settings[group][1], clipping))
-        averages = self.averages.start_update(self._allocated.averages, _decay(optimizer))
+        decay = optimizer.ema_decay if optimizer.HasField("ema_decay") else None
+        averages = self.averages.start_update(self._allocated.averages, decay)
         update = _Update(pieces, averages, progress)
         # Nothing below can fail, so the states are replaced together.
         if optimizer.new_state:
@@ -555,10 +556,6 @@ def settings_of(optimizer: common_pb2.OptimizerStep) -> list[tuple[str, Settings
 def _settings(algorithm: str, group: bytes) -> Settings:
     """Returns the settings of a serialized parameter group. All shards of a run have the same groups in a step."""
     return torch_settings(algorithm, common_pb2.ParameterGroup.FromString(group).hyperparameters)
-
-
-def _decay(optimizer: common_pb2.OptimizerStep) -> float | None:
-    return optimizer.ema_decay if optimizer.HasField("ema_decay") else None
 
 
 Gradients = Sequence[torch.Tensor | None]

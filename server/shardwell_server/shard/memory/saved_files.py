@@ -76,7 +76,9 @@ class SavedFiles:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         _sync(self.directory)
-        self._remove_before(number)
+        for older in self._folders():
+            if self._number(older) < number:
+                shutil.rmtree(older, ignore_errors=True)
         return sum(each.size_bytes for each in saved)
 
     def fill(self, source: Path, target: Path, *, free_bytes: int) -> None:
@@ -118,11 +120,6 @@ class SavedFiles:
             doomed = folder if folder.name.startswith(".") else folder.rename(folder.with_name(f".{folder.name}"))
             shutil.rmtree(doomed, ignore_errors=True)
             logger.debug("removed %s", folder)
-
-    def _remove_before(self, number: int) -> None:
-        for folder in self._folders():
-            if self._number(folder) < number:
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _folders(self) -> Iterator[Path]:
         pattern = re.compile(rf"{re.escape(self._prefix)}\d+")

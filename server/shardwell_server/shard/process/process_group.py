@@ -57,16 +57,12 @@ def member_settings(
             "listen": f"{host}:{port and port + number}",
             "exit_with_parent": True,
             "supervisor": supervisor,
-            "metrics_port": _member_port(settings["metrics_port"], number),
+            # Consecutive ports, or free ones if the first is 0, or none.
+            "metrics_port": settings["metrics_port"] and settings["metrics_port"] + number,
             "audit_log": settings["audit_log"] and f"{settings['audit_log']}-{number}",
         }
         for number in range(count)
     ]
-
-
-def _member_port(first_port: int | None, number: int) -> int | None:
-    """Returns the port of a member's metrics: consecutive ones, or free ones if the first is 0. None: no metrics."""
-    return first_port + number if first_port else first_port
 
 
 def command_line(settings: Mapping[str, Any]) -> list[str]:

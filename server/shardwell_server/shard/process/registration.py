@@ -16,12 +16,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message_factory import GetMessageClass
 
 from shardwell_server.serving.call_server import CallServer
 from shardwell_server.shard.state.runs import CoordinatorTerm
 from shardwell_server.shard.state.shard_store import ShardStore
-from shardwell_wire.connection.channel import backoff, open_aio_channel, retry_async
+from shardwell_wire.connection.channel import backoff, open_aio_channel, open_stub, retry_async
 from shardwell_wire.connection.protocol_versions import check_chosen, own_versions
 from shardwell_wire.errors import (
     AccessError,
@@ -239,6 +238,7 @@ class Registration:
     async def _keep_stream(self) -> None:
         """Keeps a membership stream open, by which the coordinator notices the end of this process at once."""
         pauses: Iterator[float] = backoff(_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S)
+        stub = open_stub(self._channel, _SERVICE, "KeepServerMembership")
         while True:
             request = coordinator_pb2.KeepServerMembershipRequest(
                 server_id=self._server_id,
@@ -248,7 +248,7 @@ class Registration:
                 host="" if self._relay is None else self._relay.host,
             )
             try:
-                async for _ in self._open_stream(request):
+                async for _ in stub(request, metadata=self._credentials.metadata, wait_for_ready=True):
                     pauses = backoff(_FIRST_STREAM_PAUSE_S, _LONGEST_STREAM_PAUSE_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -256,16 +256,6 @@ class Registration:
                     return
                 logger.debug("the membership stream broke: %s", error.details())
             await asyncio.sleep(next(pauses))
-
-    def _open_stream(
-        self, request: coordinator_pb2.KeepServerMembershipRequest
-    ) -> grpc.aio.UnaryStreamCall[Any, coordinator_pb2.KeepServerMembershipResponse]:
-        stub = self._channel.unary_stream(
-            self._path("KeepServerMembership"),
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=coordinator_pb2.KeepServerMembershipResponse.FromString,
-        )
-        return stub(request, metadata=self._credentials.metadata, wait_for_ready=True)
 
     async def _beat_or_register(self) -> None:
         """Sends one heartbeat. Registers again if the lease has ended."""
@@ -355,11 +345,7 @@ class Registration:
         task.add_done_callback(self._tasks.discard)
 
     async def _call(self, rpc_name: str, request: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        stub = self._channel.unary_unary(
-            self._path(rpc_name),
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=GetMessageClass(_SERVICE.methods_by_name[rpc_name].output_type).FromString,
-        )
+        stub = open_stub(self._channel, _SERVICE, rpc_name)
         try:
             response = await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
         except grpc.aio.AioRpcError as error:
@@ -389,10 +375,6 @@ class Registration:
             f"the process at {self._coordinator} does not have this cluster's key, so its answer changes nothing: "
             "start the coordinator with the same --token-file"
         )
-
-    @staticmethod
-    def _path(rpc_name: str) -> str:
-        return f"/{_SERVICE.full_name}/{rpc_name}"
 
     def _log_unreachable(self, action: str, error: Exception) -> None:
         """Logs the first of several failed calls."""

@@ -218,7 +218,7 @@ async def confirm(store: ShardStore, request: shard_pb2.ConfirmBackupsRequest) -
             await _confirm(store, run, request.context.step, item, update)
         except ShardwellError as error:
             response.failed_backups.add(
-                unit_index=_index_of(run, reference),
+                unit_index=found[0].index if (found := run.shards_of(reference.unit)) else 0,
                 start_bytes=reference.start_bytes,
                 stop_bytes=reference.stop_bytes,
                 placement=item.target.reservation,
@@ -253,11 +253,6 @@ async def _confirm(
         if open_step(run, shard, item, step) is not arrived:
             raise StaleEpochError(f"the gradient of {shard.what} has since been replaced", unit=shard.unit)
         arrived.confirmed = True
-
-
-def _index_of(run: HostedRun, reference: shard_pb2.ShardReference) -> int:
-    found = run.shards_of(reference.unit)
-    return found[0].index if found else 0
 
 
 # ---- the contents of a step ----

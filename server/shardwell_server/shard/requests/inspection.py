@@ -328,7 +328,7 @@ def server_metrics(store: ShardStore) -> Iterator[Metric]:
     yield gauge(
         "shardwell_server_oldest_pin_lag_versions",
         "Versions by which the oldest pinned version is behind the newest; 0 without pins.",
-        ((name, max(_pin_lag(run) for run in found)) for name, found in runs.items()),
+        ((name, max(run.step - min(run.pins, default=run.step) for run in found)) for name, found in runs.items()),
         "run",
     )
     yield counter(
@@ -347,7 +347,3 @@ def server_metrics(store: ShardStore) -> Iterator[Metric]:
         "Bytes of copies of shards, and of steps, that this server has sent to backups.",
         [(store.replicated_bytes,)],
     )
-
-
-def _pin_lag(run: HostedRun) -> int:
-    return max(0, run.step - min(run.pins, default=run.step))

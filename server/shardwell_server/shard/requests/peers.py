@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
-from google.protobuf.message_factory import GetMessageClass
 
-from shardwell_wire.connection.channel import open_aio_channel
+from shardwell_wire.connection.channel import open_aio_channel, open_stub
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.chunk_streams import StreamReceiver, decode_message
 from shardwell_wire.errors import (
@@ -76,13 +75,8 @@ class GrpcPeers:
         Raises:
             ShardwellError: The error that the server raised, or UnavailableError or DeadlineError.
         """
-        method = self._service.methods_by_name[rpc_name]
         async with self._channel(address) as channel:
-            stub = channel.unary_unary(
-                f"/{self._service.full_name}/{rpc_name}",
-                request_serializer=GetMessageClass(method.input_type).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
+            stub = open_stub(channel, self._service, rpc_name)
             try:
                 return await stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:
@@ -92,11 +86,7 @@ class GrpcPeers:
         """Calls an rpc of ``ShardService`` that answers with a stream; yields the serialised messages. Arguments and
         errors as ``call``."""
         async with self._channel(address) as channel:
-            stub = channel.unary_stream(
-                f"/{self._service.full_name}/{rpc_name}",
-                request_serializer=type(request).SerializeToString,
-                response_deserializer=None,
-            )
+            stub = open_stub(channel, self._service, rpc_name, raw_response=True)
             answers = stub(request, timeout=timeout_s, metadata=self._credentials.metadata)
             try:
                 async for data in answers:
@@ -111,7 +101,6 @@ class GrpcPeers:
 
         An error that ``messages`` raises ends the rpc and is raised.
         """
-        method = self._service.methods_by_name[rpc_name]
         failures: list[Exception] = []
 
         async def requests() -> AsyncIterator[bytes]:
@@ -124,11 +113,7 @@ class GrpcPeers:
                 raise
 
         async with self._channel(address) as channel:
-            stub = channel.stream_unary(
-                f"/{self._service.full_name}/{rpc_name}",
-                request_serializer=None,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
+            stub = open_stub(channel, self._service, rpc_name, raw_request=True)
             try:
                 return await stub(requests(), timeout=timeout_s, metadata=self._credentials.metadata)
             except grpc.aio.AioRpcError as error:

@@ -68,7 +68,9 @@ class Push:
         await self.await_due_update(wait_s)
         self._check_current()
         if self._is_duplicate():
-            return await self._acknowledge(incoming)
+            # Only the checksum is needed. A differing checksum shows that the computation is not reproducible.
+            self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
+            return True
         shard, what = self._shard, self._what
         async with shard.streams.replace(self._contributor, (self._epoch, self._attempt), what):
             # The rank's earlier contribution stays until this stream is complete; then one of the two is dropped.
@@ -245,11 +247,6 @@ class Push:
             )
 
     # ---- accepting ----
-
-    async def _acknowledge(self, incoming: IncomingStream) -> bool:
-        # Only the checksum is needed. A differing checksum shows that the computation is not reproducible.
-        self._count_duplicate(await incoming.checksum(self._plan().size_bytes, self._what))
-        return True
 
     async def accept(self, source: ContributionMemory, checksum: int | None) -> bool:
         """Accepts a complete part unless it is stale; returns True if the part had been accepted before.

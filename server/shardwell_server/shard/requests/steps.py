@@ -205,8 +205,13 @@ async def update(run: HostedRun, request: shard_pb2.UpdateRequest) -> shard_pb2.
     fault_points.reach("server.update.before", step=step)
     left = deque((*waiting, *in_order(_able_backups(run, asked))))
     run.joint_updates.begin_step()
+
+    def may_change(shard: UnitShard) -> bool:
+        """True if an update needs neither wait for a checkpoint nor keep the version."""
+        return not run.is_captured(shard) and not _is_read(run, shard, step)
+
     while left:
-        updated = run.joint_updates.update(left, asked, lambda shard: _may_change(run, shard, step))
+        updated = run.joint_updates.update(left, asked, may_change)
         if not updated:
             updated = [left.popleft()]
             await _update_alone(run, updated[0], asked)
@@ -227,11 +232,6 @@ async def _update_alone(run: HostedRun, shard: UnitShard, asked: StepUpdate) -> 
         _release_held_of(run, shard)
         for_readers = asked.step not in _read_by_items(run, shard)
         await shard.update(asked, hold=_is_read(run, shard, asked.step), for_readers=for_readers)
-
-
-def _may_change(run: HostedRun, shard: UnitShard, version: int) -> bool:
-    """True if an update of a shard needs neither wait for a checkpoint nor keep its version."""
-    return not run.is_captured(shard) and not _is_read(run, shard, version)
 
 
 def _is_read(run: HostedRun, shard: UnitShard, version: int) -> bool:

@@ -297,7 +297,8 @@ class ShardStore:
 
     def empty(self, run: HostedRun, shard: UnitShard) -> UnitShard:
         """Replaces a shard by one without content, under the same reservation, because it is filled anew."""
-        self._drop_copies(run, [shard], _filled_anew)
+        why = f"{shard.what} is filled anew on this server"
+        self._drop_copies(run, [shard], lambda shard: StaleEpochError(why, unit=shard.unit))
         return self._new_shard(run, shard.spec, shard.role)
 
     def retire(self, run_id: str, unit: str, start_bytes: int, placement: int) -> None:
@@ -375,7 +376,8 @@ class ShardStore:
             return 0
         try:
             async with run.exclusively():
-                freed = self._drop_copies(run, run.shards.values(), _deleted)
+                why = f"run {run.name!r} was deleted"
+                freed = self._drop_copies(run, run.shards.values(), lambda _: RunDeletedError(why, run=run.name))
                 run.end()
                 del self.runs[run_id]
                 self.memory.pool.trim()
@@ -402,20 +404,12 @@ def _unreserved(shard: UnitShard) -> ShardwellError:
     return NotFoundError(f"{shard.what} is no longer reserved on this server: declare the unit again", unit=shard.unit)
 
 
-def _filled_anew(shard: UnitShard) -> ShardwellError:
-    return StaleEpochError(f"{shard.what} is filled anew on this server", unit=shard.unit)
-
-
 def _moved(shard: UnitShard) -> ShardwellError:
     return NotFoundError(
         f"this server no longer has {shard.what}, [{shard.start_bytes}, {shard.stop_bytes}): the shard was moved to "
         "another server, which the coordinator names",
         unit=shard.unit,
     )
-
-
-def _deleted(shard: UnitShard) -> ShardwellError:
-    return RunDeletedError(f"run {shard.run.name!r} was deleted", run=shard.run.name)
 
 
 def _named_run(request: NamesRun) -> tuple[str, str]:

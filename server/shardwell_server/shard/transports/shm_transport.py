@@ -293,14 +293,15 @@ def open_gradient_buffer(
     """Makes a shared gradient buffer. Raises as ``ShmSession.open_gradient_buffer`` does."""
     if (relayed := shm.find_relay_session(request.transport_id, named_identity(request))) is not None:
         session, at = relayed
-        relayed_shard = at.run.shard(request.unit, request.start_bytes)
-        number, gradient_buffer = session.open_gradient_buffer(relayed_shard, BufferQuota(0))
-        return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, file=session.offer(gradient_buffer.file))
-    store.lease.check()
-    run = store.exact_run(request)
-    session = shm.session(request.transport_id, run.identity)
-    shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
-    number, gradient_buffer = session.open_gradient_buffer(shard, shard.gradient.quota)
+        number, gradient_buffer = session.open_gradient_buffer(
+            at.run.shard(request.unit, request.start_bytes), BufferQuota(0)
+        )
+    else:
+        store.lease.check()
+        run = store.exact_run(request)
+        session = shm.session(request.transport_id, run.identity)
+        shard = run.primary(request.unit, request.start_bytes if request.HasField("start_bytes") else None)
+        number, gradient_buffer = session.open_gradient_buffer(shard, shard.gradient.quota)
     return shard_pb2.OpenGradientBufferResponse(gradient_buffer_id=number, file=session.offer(gradient_buffer.file))
 
 
