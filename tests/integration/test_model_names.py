@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -39,12 +40,14 @@ def wrap(model: nn.Module, session: shardwell.Session) -> None:
 
 
 @contextmanager
-def trained(address: str, run: str, steps: int, **options: object) -> Iterator[tuple[shardwell.Session, Net, str]]:
+def trained(
+    address: str, run: str, steps: int, *, wrap: Callable[[Net, shardwell.Session], None] = wrap, **options: Any
+) -> Iterator[tuple[shardwell.Session, Net, str]]:
     """Yields a session, its model after some steps, and a checkpoint from before the run knew the model's names."""
     with shardwell.join(address, run=run, **options) as session:
         model = Net()
         wrap(model, session)
-        early = session.save_checkpoint(wait=True)
+        early = "" if "resume" in options else session.save_checkpoint(wait=True)
         optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.1)
         for step in session.steps(steps):
             for tokens in step.batches(lambda step, rank: torch.arange(7)):
@@ -146,3 +149,26 @@ def test_each_model_of_a_run_has_its_own_names(cluster: shardwell.LocalCluster, 
                 own = {f"{prefix}{name}": name for name in plain.state_dict()}
                 reader.follow(plain, rename=own.get)
                 assert_same(plain.state_dict(), shardwell.full_state_dict(net))
+
+
+def test_a_run_continues_with_auto_wrap_instead_of_fully_shard_and_back(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    def blocks(model: nn.Module, session: shardwell.Session) -> None:
+        shardwell.auto_wrap(model, session, shardwell.ModuleTypePolicy({nn.Linear}))
+
+    options = {"checkpoint_dir": tmp_path}
+    with trained(cluster.address, f"{run_name}-all", 3, **options) as (_, model, _):
+        expected = shardwell.full_state_dict(model)
+    with trained(cluster.address, run_name, 2, **options) as (session, model, _):
+        url = session.save_checkpoint(wait=True)
+    with trained(cluster.address, f"{run_name}-auto", 3, wrap=blocks, resume=url, rewrap=True, **options) as found:
+        session, model, _ = found
+        assert_same(shardwell.full_state_dict(model), expected)
+        auto = session.save_checkpoint(wait=True)
+    assert main(["convert-checkpoint", auto, str(tmp_path / "dcp")]) == 0
+    assert main(["convert-checkpoint", str(tmp_path / "dcp"), str(tmp_path), "--like", url, "--run", run_name]) == 0
+    back = shardwell.open_checkpoint(tmp_path, run=run_name)
+    assert back.optimizer("Net-0.tokens.weight") == ("adamw", 3)
+    with trained(cluster.address, f"{run_name}-back", 3, resume=back.url, **options) as (_, model, _):
+        assert_same(shardwell.full_state_dict(model), expected)

@@ -61,7 +61,7 @@ class RestoredResiduals:
         """Whether the checkpoint has the run's data ranks. Otherwise its residuals belong to other batches."""
         self.dp_ranks = frozenset(manifest.extra.get(RESIDUAL_RANKS, ()) if self.has_same_ranks else ())
         """Ranks whose residuals the checkpoint has."""
-        self._stages = {name: unit.pp_ranks for unit in manifest.units for name in unit.index_by_name}
+        self._stages = {name: unit.pp_ranks for unit in self._checkpoint.units for name in unit.index_by_name}
         """Pipeline ranks that push each parameter in the checkpoint, by name and alias."""
 
     def __call__(self, dp_rank: int, layout: UnitLayout) -> Mapping[int, torch.Tensor]:

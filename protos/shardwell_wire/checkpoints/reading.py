@@ -37,7 +37,7 @@ from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTE
 from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.storage import Storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UnitMismatchError
-from shardwell_wire.model.layout import Parameter, common_runs
+from shardwell_wire.model.layout import Parameter, common_runs, with_model_names
 
 ByteRun = tuple[int, int, int]
 """First byte in the target, first byte in the tensor, and number of bytes."""
@@ -66,6 +66,7 @@ class Checkpoint:
 
     Attributes:
         manifest: Run, step, units and files.
+        units: The units, in which the names in the model are aliases.
         files: The tensors of each file.
 
     Raises:
@@ -87,9 +88,10 @@ class Checkpoint:
                 self._pieces[placed.piece.parameter][placed.piece.state].append(StoredPiece(file, placed))
             for part in self.files[file.name].parts:
                 self._parts[part.parameter].append(part)
+        self.units = with_model_names(self.manifest.units)
         self._by_key = {each.key: each for unit in self.manifest.units for each in unit.parameters}
         self._by_name: dict[str, list[Parameter]] = defaultdict(list)
-        for each in self._by_key.values():
+        for each in {each.key: each for unit in self.units for each in unit.parameters}.values():
             if each.numel or not each.is_part:
                 for name in (each.name, *each.aliases):
                     self._by_name[name].append(each)

@@ -583,6 +583,22 @@ def shown_names(units: Iterable[UnitLayout]) -> dict[str, tuple[str, ...]]:
     return {stored.get(name, name): names for name, names in found.items()}
 
 
+def with_model_names(units: Sequence[UnitLayout]) -> tuple[UnitLayout, ...]:
+    """Returns units in which the names in the model are aliases, unless another tensor has them in the run.
+
+    Tensors of a checkpoint are then also found by a run that has these names, because it wraps the model with
+    ``auto_wrap``.
+    """
+    shown = shown_names(units)
+    in_run = {name for unit in units for each in unit.parameters for name in (each.name, *each.aliases)}
+
+    def renamed(parameter: Parameter) -> Parameter:
+        more = (name for name in shown[parameter.name] if name not in in_run)
+        return replace(parameter, aliases=(*parameter.aliases, *more))
+
+    return tuple(replace(unit, parameters=tuple(map(renamed, unit.parameters))) for unit in units)
+
+
 def by_any_name(names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Returns the name in the run by every name that a user may write, for the result of ``shown_names``."""
     return {

@@ -15,6 +15,7 @@ from shardwell_wire.model.layout import (
     by_any_name,
     cut,
     shown_names,
+    with_model_names,
 )
 from shardwell_wire.v1 import common_pb2
 
@@ -162,3 +163,8 @@ def test_names_in_the_model_travel_and_do_not_distinguish_layouts() -> None:
     assert renamed.parameters[0].shown_name == "w" and layout.parameters[0].shown_name == "B.w"
     assert renamed.named({"B.w": ("w",)}) is renamed
     assert renamed.named({"B.w": ()}).parameters[0].shown_name == "B.w"
+
+
+def test_names_in_the_model_are_aliases_unless_the_run_has_them() -> None:
+    units = [named("B", "B.w", "0.w", "tied.w"), named("0", "0.w", "1.w"), named("c", "c.w")]
+    assert [unit.parameters[0].aliases for unit in with_model_names(units)] == [("tied.w",), ("1.w",), ()]

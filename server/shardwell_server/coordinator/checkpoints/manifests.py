@@ -353,9 +353,9 @@ def require_all_declared(manifest: Manifest, layouts: Sequence[UnitLayout], wher
         first, more = missing[0], f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UnitMismatchError(
             f"the units of this run have {declared[first.name]} of the {first.box.whole_numel} elements of "
-            f"{first.name!r}{more} in checkpoint {where}: resume with the model that the checkpoint was saved with, "
-            "and wrap all of it in every trainer",
-            parameter=first.name,
+            f"{first.shown_name!r}{more} in checkpoint {where}: resume with the model that the checkpoint was saved "
+            "with, and wrap all of it in every trainer",
+            parameter=first.shown_name,
         )
 
 

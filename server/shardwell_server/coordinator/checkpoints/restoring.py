@@ -79,7 +79,7 @@ from shardwell_wire.errors import (
     UnavailableError,
     UnitMismatchError,
 )
-from shardwell_wire.model.layout import UnitLayout
+from shardwell_wire.model.layout import UnitLayout, with_model_names
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
@@ -615,7 +615,7 @@ class UnitFiller:
             manifest = await self._files(lambda: open_manifest(self._files.open(source.url)))
             wanted = {at.filled_from for at in self._state.runs.values()}
             self._manifests = {each: self._manifests[each] for each in self._manifests if each in wanted}
-            self._manifests[source] = manifest
+            self._manifests[source] = replace(manifest, units=with_model_names(manifest.units))
         return self._manifests[source]
 
     async def _fill(self, run: Run, unit: Unit, source: CheckpointSource) -> None:

@@ -140,9 +140,7 @@ def _describe_part(checkpoint: Checkpoint, layout: UnitLayout, segment: Segment,
 def _has_contributors(checkpoint: Checkpoint, parameter: Parameter, layout: UnitLayout, dp: int) -> bool:
     """True if the numbers of contributions mean the same in a checkpoint: the contributors are equally many."""
     names = {parameter.name, *parameter.aliases}
-    counts = {
-        (unit.cp, len(unit.pp_ranks)) for unit in checkpoint.manifest.units if not names.isdisjoint(unit.index_by_name)
-    }
+    counts = {(unit.cp, len(unit.pp_ranks)) for unit in checkpoint.units if not names.isdisjoint(unit.index_by_name)}
     return checkpoint.manifest.world.dp == dp and counts == {(layout.cp, len(layout.pp_ranks))}
 
 
