@@ -588,7 +588,11 @@ class Membership:
             except ShardwellError as failure:
                 logger.info("the coordinator did not confirm that trainer %r left: %s", self.trainer, failure)
         self._stream.close()
-        self._close(StaleEpochError("the session is closed"))
+        self._close(
+            StaleEpochError(
+                "the session is closed: join again with shardwell.join, and shard a model that is constructed again"
+            )
+        )
 
     def disown(self) -> None:
         """Ends the membership in a forked process. The process that joined keeps it."""

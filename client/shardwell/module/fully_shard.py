@@ -157,6 +157,11 @@ def shard_modules(
     guards.check_ignored(ignored_params)
     guards.check_modules(modules, ignored_params)
     check_strategy(name, strategy, replica, reshard_after_forward)
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise UsageError(
+            f"mp_policy={mp_policy!r}: expected a policy of Shardwell, such as "
+            "shardwell.MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
     found = collect_parameters(modules, prefixes, ignored_params)
     meta_device = torch.device(device)
     guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)

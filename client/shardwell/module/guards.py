@@ -67,7 +67,12 @@ def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter
                 f"{kind} cannot be sharded because its forward is compiled: shard the module it was made from"
             )
         if not has_forward(module):
-            raise UsageError(f"{kind} has no forward, so nothing would gather its parameters: shard the modules in it")
+            raise UsageError(
+                f"{kind} has no forward, so nothing would gather its parameters: shard the modules in it, for part in "
+                "model.children(): shardwell.auto_wrap(part, session). If the module has parameters of its own, give "
+                "its class a forward, such as one of its other methods, and after sharding call "
+                "shardwell.register_forward_method(model, name) for each method that is called"
+            )
         if RUNS_IN_PART in vars(module):
             raise UsageError(
                 f"the forward of {kind} is divided over pipeline stages, so nothing would free its parameters: shard "

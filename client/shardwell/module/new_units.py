@@ -393,6 +393,11 @@ def plan_values(
         function = source.init
     elif source is None:
         holders = dict.fromkeys([found[index].sites[0].module for index in sorted(blanks.parameters)]) | holders
+    elif not callable(source):
+        raise UsageError(
+            f"source={type(source).__name__}: expected shardwell.from_safetensors(model, path), "
+            "shardwell.init.drawn(model), or a function. Load a state_dict by model.load_state_dict, before fully_shard"
+        )
     else:
         function = cast(InitFunction, source)
         _require_blank(found, blanks)

@@ -229,6 +229,18 @@ class Units:
         """Returns the name, with a number appended if a unit has the name."""
         return self.next_name(name) if self._is_used(name) else name
 
+    def names_are_free(self, model: nn.Module) -> bool:
+        """True if no other module of this session has parameters or buffers with the names of a model's new ones."""
+        inside = {id(part) for part in model.modules()}
+        used = {
+            f"{prefix}{name}"
+            for prefix, module in self.named_modules
+            if id(module) not in inside
+            for name, _ in (*module.named_parameters(), *module.named_buffers())
+        }
+        new = [name for name, parameter in model.named_parameters() if owner_of(parameter) is None]
+        return used.isdisjoint([*new, *(name for name, _ in model.named_buffers())])
+
     def _is_used(self, name: str) -> bool:
         return name in self.by_name or name in self._used_names
 

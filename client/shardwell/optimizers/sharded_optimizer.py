@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, SupportsFloat
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -223,8 +223,11 @@ class ShardedOptimizer(Optimizer):
             raise UsageError(f"clip_grad_norm_(norm_type={norm_type!r}): expected a number above 0, or infinity")
         if not error_if_nonfinite:
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
-        if not max_norm > 0:
-            raise UsageError(f"clip_grad_norm_({max_norm!r}): expected a positive norm")
+        if not isinstance(max_norm, SupportsFloat) or not max_norm > 0:
+            raise UsageError(
+                f"clip_grad_norm_({max_norm!r}): expected the largest norm, a positive number. The optimizer knows its "
+                "parameters: optimizer.clip_grad_norm_(1.0)"
+            )
         scaling = self._scaling()
         try:
             norm = scaling.norm(float(norm_type), partial(self._mean_norm, scaling))
@@ -254,8 +257,11 @@ class ShardedOptimizer(Optimizer):
             UsageError: ``clip_value`` is not a positive number.
         """
         self._refuse_if_combined("clip_grad_value_")
-        if not float(clip_value) > 0:
-            raise UsageError(f"clip_grad_value_({clip_value!r}): expected a positive number")
+        if not isinstance(clip_value, SupportsFloat) or not float(clip_value) > 0:
+            raise UsageError(
+                f"clip_grad_value_({clip_value!r}): expected a positive number. The optimizer knows its parameters: "
+                "optimizer.clip_grad_value_(0.5)"
+            )
         scaling = self._scaling()
         self._session.in_flight.end_backwards(scaling.step)
         scaling.clamp(float(clip_value))
@@ -388,7 +394,8 @@ class ShardedOptimizer(Optimizer):
             raise UsageError(
                 f"the state_dict belongs to run {of['run']!r} after {of['step']} steps, and the optimizer's state "
                 f"(moments, step counts) is on that run's shard servers. Run {self._session.run!r} does not have this "
-                "state, so training would continue with different results. To continue, join the former run again. "
+                "state, so training would continue with different results. To continue, join the former run again, or "
+                "on another cluster resume a checkpoint of it: shardwell.join(checkpoint_dir=..., resume='latest'). "
                 "To load the hyper-parameters and start with new state, load "
                 '{"param_groups": state_dict["param_groups"]}'
             )

@@ -344,6 +344,8 @@ class Session:
             UsageError: The loop body called ``optimizer.step()`` less or more often.
             RunMismatchError: Another trainer of the run divides its model differently (schedule, stages, styles).
         """
+        if self._closed:
+            self._membership.check()
         while not self._training.plan_report.send(self.step):
             self.in_flight.rejoining.join_again()
         return self.loop.steps(num_steps, optimizer_steps)

@@ -57,6 +57,8 @@ class StepInFlight:
         """Whether several optimizers update the session's parameters in turn."""
         self.means: Mapping[str, float] = {}
         """Means over the data ranks of the numbers that were logged in the step that was committed last, by name."""
+        self._is_model_checked = False
+        """Whether this trainer has found out, in its first step, if the loop runs the sharded model."""
         # A commit that was interrupted with the former model may be pending.
         training.units.passes.before_use = self.settle
 
@@ -266,6 +268,14 @@ class StepInFlight:
             return not response.skipped
         if state.pending_update is None and not (state.in_batches or state.skips_gradients):
             self._require_work(optimizer)
+        elif not self._is_model_checked and state.items and not state.skips_gradients:
+            self._is_model_checked = True
+            if not self._units.used:
+                logger.warning(
+                    "step %d: no sharded module ran in the loop over step.batches, so this trainer has no gradient: "
+                    "train the model that auto_wrap or fully_shard got",
+                    state.number,
+                )
         self._store.check_model()
         # If the commit is interrupted from here on, the next forward completes it.
         self._units.passes.before_use = self.settle

@@ -67,8 +67,10 @@ class LoopPosition:
         if self.commits < self.optimizer_steps:
             calls = f": {self.commits} of {self.optimizer_steps} calls" if self.optimizer_steps > 1 else ""
             raise UsageError(
-                f"the loop body of step {self.number} ended without optimizer.step(){calls}. To skip the gradient of a "
-                "batch call optimizer.zero_grad() and then optimizer.step()"
+                f"the loop body of step {self.number} ended without optimizer.step(){calls}. Call it in every step, on "
+                "an optimizer of the sharded model, such as shardwell.optim.AdamW(model.parameters()). To skip the "
+                "gradient of a batch call optimizer.zero_grad() and then optimizer.step(). To accumulate the gradients "
+                "of several batches, let step.batches yield them as one list"
             )
 
 
@@ -92,6 +94,8 @@ class Step:
         self.number = loop.number
         self.global_ranks: list[int] = []
         self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
+        self._looped_for: int | None = None
+        """Commit, counted in the iteration, for whose work items a loop over ``batches`` has ended."""
 
     def batches(
         self,
@@ -194,6 +198,12 @@ class Step:
             return
         if work.state.position > self._loop.step and not work.state.asynchronous:
             return  # the step is committed
+        if self._looped_for == self._loop.commits and work.state.items and not work.state.unfinished:
+            raise UsageError(
+                f"a second loop over step.batches in step {self.number} would get no batch: the first one has "
+                "computed the work of the step. Read all data of the step in one loop, such as step.batches(lambda "
+                "step, dp_rank: (first(step, dp_rank), second(step, dp_rank))), and evaluate on batches of your own"
+            )
         work.items.start_batches()
         items = deque(work.state.unfinished)
         while True:
@@ -201,6 +211,7 @@ class Step:
                 yield from self._compute(items.popleft(), make_batch, num_samples)
             more = work.items.finish_work(accept_work=True)
             if not more:
+                self._looped_for = self._loop.commits
                 return
             items.extend(more)
 
@@ -319,6 +330,15 @@ class BatchFeeds:
         self._open.clear()
 
 
+def _check_counts(num_steps: int, optimizer_steps: int) -> None:
+    if optimizer_steps < 1:
+        raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
+    if not isinstance(num_steps, float) and not hasattr(num_steps, "__index__"):
+        raise UsageError(
+            f"steps({num_steps!r}): expected a number, that of all steps of the run, such as epochs * len(loader)"
+        )
+
+
 class TrainingLoop:
     """Yields the steps of a run, and commits them.
 
@@ -336,12 +356,11 @@ class TrainingLoop:
 
     def steps(self, num_steps: int, optimizer_steps: int) -> Iterator[Step]:
         """Yields the steps from the committed one up to step ``num_steps``; see ``Session.steps``."""
-        if optimizer_steps < 1:
-            raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
+        _check_counts(num_steps, optimizer_steps)
         if self._committed >= num_steps * optimizer_steps:
             logger.warning(
-                "run %r has committed %d steps, so steps(%d) has none left to train: ask for more steps, or start a "
-                "new run under another name",
+                "run %r has committed %d steps, so steps(%d) has none left to train: the number counts all steps of "
+                "the run, also those of earlier loops. Ask for more steps, or start a new run under another name",
                 self._membership.run,
                 self._committed,
                 num_steps,

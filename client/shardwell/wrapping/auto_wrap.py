@@ -123,7 +123,8 @@ def auto_wrap(
     """Calls ``fully_shard`` on the modules that a policy chooses, inner modules first, and then on the model.
 
     Units and parameters are named after the modules in the model. The last unit takes all remaining parameters and is
-    named after the model's class, followed by ``:pp`` and the stage if the run has several pipeline stages. A module
+    named after the model's class, followed by ``:pp`` and the stage if the run has several pipeline stages. If an
+    earlier model of the session has one of these names, the name of the last unit precedes them all. A module
     that shares a parameter or a submodule with a module outside it does not become a unit: its parameters belong to the
     unit around both. Modules that are already sharded do not change. The tiles of a ``TiledLinear`` and the experts of
     ``split_experts`` become units under every policy.
@@ -165,14 +166,15 @@ def auto_wrap(
         configure_session(cast("Session", session), saving)
         options = {**saving.unit_arguments(options), **options}
     options["ignored_params"] = ignored_params
+    root = session.units.unused_name(session.units.place.root_name(type(model).__name__))
+    prefix = "" if session.units.place.pp > 1 or session.units.names_are_free(model) else f"{root}."
     for unit in chosen:
-        prefixes = [f"{name}." for name in unit.modules]
-        shard_modules(list(unit.modules.values()), session.units, name=unit.name, prefixes=prefixes, **options)
+        prefixes = [f"{prefix}{name}." for name in unit.modules]
+        shard_modules(list(unit.modules.values()), session.units, name=prefix + unit.name, prefixes=prefixes, **options)
         for module in unit.modules.values():
             if id(module) in on_demand:
                 cast("ShardedModule", module).set_predicted(False)
-    root = session.units.unused_name(session.units.place.root_name(type(model).__name__))
-    shard_modules([model], session.units, name=root, prefixes=[""], **options)
+    shard_modules([model], session.units, name=root, prefixes=[prefix], **options)
     if saving is not None:
         wrap_activations([module for unit in chosen for module in unit.modules.values()], saving)
     return model

@@ -106,6 +106,11 @@ def header_size(start: bytes, size_bytes: int, where: str) -> int:
         CorruptDataError: The header would be longer than the file or the format's limit.
     """
     length = int.from_bytes(start, "little")
+    if start[:4] == b"PK\3\4":
+        raise CorruptDataError(
+            f"{where} is a file of torch.save, not a safetensors file: call model.load_state_dict(torch.load(path)) "
+            "before fully_shard, or convert the file with safetensors.torch.save_file"
+        )
     if len(start) < LENGTH_BYTES or length > min(size_bytes - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CorruptDataError(
             f"{where} is not a safetensors file, or is truncated: {size_bytes} bytes, but its header is longer "

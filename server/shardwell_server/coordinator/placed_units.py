@@ -486,7 +486,7 @@ def require_same_layout(declared: UnitLayout, layout: UnitLayout) -> None:
             if left != right:
                 raise UnitMismatchError(
                     f"unit {unit!r}: {tensor_noun(layout)} {expected.name!r} was declared with {what} {left!r}, now "
-                    f"with {right!r}: every trainer must build the same model",
+                    f"with {right!r}: every trainer must build the same model, and another model needs another run",
                     unit=unit,
                     parameter=expected.name,
                     expected=left,
