@@ -224,6 +224,7 @@ class JoinConfig:
     keep: int | None = None
     backups: int | None = None
     keep_versions: int = 0
+    max_reader_lag: int | None = None
     consistency: Consistency = SYNCHRONOUS
     resume: str = ""
     rewrap: bool = False
@@ -274,7 +275,7 @@ class JoinConfig:
             )
 
     def _check_durability(self) -> None:
-        for name in ("checkpoint_every", "keep", "backups", "keep_versions"):
+        for name in ("checkpoint_every", "keep", "backups", "keep_versions", "max_reader_lag"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not 0 <= value < 1 << 32):
                 raise UsageError(f"{name}={value!r}: expected an integer from 0 to 2**32 - 1")
@@ -325,6 +326,7 @@ class JoinConfig:
             checkpoint_keep=self.keep,
             backups=self.backups,
             keep_versions=self.keep_versions,
+            max_reader_lag=self.max_reader_lag,
             reduction_groups=self.reduction_groups,
             **self.consistency.to_fields(),
         )

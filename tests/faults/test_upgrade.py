@@ -9,8 +9,10 @@ import pytest
 
 import shardwell
 from shardwell.command.cli import main
+from shardwell.command.upgrade_command import new_problems
 from shardwell.processes import local_cluster
 from shardwell.processes.local_cluster import ServerProcess
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support import next_version
 from tests.support.cluster import wait_until
 from tests.support.forked_servers import ForkedProcess
@@ -78,3 +80,19 @@ def test_upgrade_stops_at_the_first_failure_and_says_how_to_continue(capsys: pyt
         capsys.readouterr()
         assert main(["upgrade", "--restart-command", "true", *address]) == 1
         assert "the cluster is degraded: server 'shard-1'" in capsys.readouterr().err
+
+
+def test_a_problem_that_takes_the_place_of_another_one_is_new() -> None:
+    def cluster(*problems: str, of_run: str = "", backups: int = 0) -> coordinator_pb2.DescribeClusterResponse:
+        summary = coordinator_pb2.RunSummary(run_id="id", missing_backup_count=backups)
+        lines = [f"{backups} backup{'s are' if backups > 1 else ' is'} missing"] if backups else []
+        run = coordinator_pb2.RunHealth(summary=summary, problems=[*lines, *([of_run] if of_run else [])])
+        return coordinator_pb2.DescribeClusterResponse(problems=problems, runs=[run])
+
+    before = cluster("server 'shard-1' has ended", of_run="no progress in step 7", backups=2)
+    assert new_problems(before, before) == []
+    assert new_problems(cluster(of_run="no progress in step 12", backups=1), before) == []
+    assert new_problems(cluster("server 'shard-2' has ended"), before) == ["server 'shard-2' has ended"]
+    assert new_problems(cluster(backups=3), before) == ["3 backups are missing"]
+    silent = [cluster(f"server 'shard-1' has sent no heartbeat for {silent_s} s") for silent_s in (1.5, 20)]
+    assert new_problems(silent[1], silent[0]) == []

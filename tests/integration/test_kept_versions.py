@@ -19,7 +19,7 @@ from shardwell_server.shard.restart.shard_record import decode
 from shardwell_wire.errors import CapacityError, NotFoundError, RunMismatchError, VersionGoneError
 from shardwell_wire.host.server_folders import RECORD_SUFFIX
 from tests.support.background_training import BackgroundTraining
-from tests.support.cluster import events, wait_in_sync
+from tests.support.cluster import events, wait_in_sync, wait_until
 from tests.support.shared_files import folder_of
 
 KEPT = 3
@@ -277,3 +277,28 @@ def test_readers_are_listed_with_their_versions(
         assert listed() == {}
         assert main(command) == 0
         assert capsys.readouterr().out == f"no readers; the newest version is {newest}\n"
+
+
+def test_run_waits_for_a_reader_that_holds_it(
+    cluster: shardwell.LocalCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(cluster.address, max_reader_lag=1)
+
+    def is_waiting() -> bool:
+        capsys.readouterr()
+        assert main(["stall", training.run, "--address", cluster.address]) == 0
+        return "reader 'engine' on" in capsys.readouterr().out.replace("\n", " ")
+
+    with training.in_background():
+        with shardwell.attach(cluster.address, training.run, name="engine", hold_s=60.0) as reader:
+            model = Model()
+            for _ in range(3):
+                read = reader.follow(model)
+                wait_until(is_waiting, "the run waits for the reader")
+                assert reader.version == read + 2, "the step after next is not committed"
+        training.wait_for(read + 4)
+        with shardwell.attach(cluster.address, training.run, name="engine", hold_s=0.2) as reader:
+            read = reader.follow(model)
+            training.wait_for(read + 4)
+    silent = [event.message for event in events(cluster.address, training.run) if event.kind == "reader_silent"]
+    assert "reader 'engine' on" in silent[0] and "has sent no request for 0.2 s" in silent[0]

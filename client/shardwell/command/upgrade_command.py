@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 import time
@@ -24,6 +25,8 @@ from shardwell_wire.v1 import coordinator_pb2
 
 _POLL_S, _ANSWER_S = 0.5, 10.0
 """Seconds between two questions, and for each answer."""
+_BACKUPS = re.compile(r"\d+ backups? (is|are)")
+"""How a problem begins that counts backups which are missing."""
 _DESCRIPTION = """\
 Restarts the shard servers of a cluster one by one, and then the coordinator, while runs train. Install the new version
 on all hosts before. Each server is restarted by a command of yours, which must return; its supervisor (systemd, docker,
@@ -191,9 +194,7 @@ class _Upgrade:
             try:
                 now = self._describe()
                 self._check_runs(now)
-                problems = _problems(now)
-                worse = "; ".join(problems) if len(problems) > len(_problems(self._before)) else ""
-                waits_for = missing(now) or worse
+                waits_for = missing(now) or "; ".join(new_problems(now, self._before))
             except (UnavailableError, DeadlineError) as error:
                 waits_for = str(error)
             if not waits_for:
@@ -220,6 +221,29 @@ class _Upgrade:
         )
         if response.differences:
             raise CorruptDataError(f"backups of run {run!r} differ from their primaries: {response.differences[0]}")
+
+
+def new_problems(
+    now: coordinator_pb2.DescribeClusterResponse, before: coordinator_pb2.DescribeClusterResponse
+) -> list[str]:
+    """Returns the problems of a cluster that it did not have before. Numbers, such as times, may differ."""
+    known = {_without_numbers(line) for line in _problems(before)}
+    missing = {run.summary.run_id: run.summary.missing_backup_count for run in before.runs}
+    return [
+        *(line for line in now.problems if _without_numbers(line) not in known),
+        *(
+            line
+            for run in now.runs
+            for line in run.problems
+            if _without_numbers(line) not in known
+            or (_BACKUPS.match(line) and run.summary.missing_backup_count > missing.get(run.summary.run_id, 0))
+        ),
+    ]
+
+
+def _without_numbers(line: str) -> str:
+    """Returns a problem without its numbers, except those in quoted names."""
+    return re.sub(r"('[^']*')|\d[\d.]*", lambda found: found[1] or "N", _BACKUPS.sub("backups are", line))
 
 
 def _problems(response: coordinator_pb2.DescribeClusterResponse) -> list[str]:

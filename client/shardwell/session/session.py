@@ -74,6 +74,7 @@ def join(
     keep: int | None = None,
     backups: int | None = None,
     keep_versions: int | None = None,
+    max_reader_lag: int | None = None,
     consistency: Consistency | None = None,
     resume: str | None = None,
     rewrap: bool | None = None,
@@ -119,6 +120,8 @@ def join(
             The newest value that a trainer passes counts. Default: unchanged; a new run has none.
         keep_versions: Number of versions besides the newest that readers can read (``Reader.pin(version)``). Each takes
             memory of the size of the parameters on the shard servers, and a copy of them per step. Default: 0.
+        max_reader_lag: How many versions a reader with ``attach(hold_s=...)`` may be behind when a step is committed:
+            the commit waits for it. Default: training does not wait for readers.
         consistency: When gradients are applied: ``shardwell.SYNCHRONOUS`` (one commit for all ranks),
             ``shardwell.ASYNCHRONOUS`` (one commit per work item) or ``shardwell.BOUNDED_STALENESS(s)`` (likewise, with
             no rank more than ``s`` items ahead of the slowest). Only the first gives reproducible weights. Default:
@@ -138,9 +141,9 @@ def join(
         waits: How long to wait for other processes.
 
     Raises:
-        RunMismatchError: The run exists with another world, seed, min_trainers, consistency, reduction_groups or
-            keep_versions; or the checkpoint has another seed, or the same dp and other reduction_groups. Or one of
-            the two runs is asynchronous and the other is not.
+        RunMismatchError: The run exists with another world, seed, min_trainers, consistency, reduction_groups,
+            keep_versions or max_reader_lag; or the checkpoint has another seed, or the same dp and other
+            reduction_groups. Or one of the two runs is asynchronous and the other is not.
         NotFoundError: The folder for checkpoints cannot be made.
         AccessError: The cluster's operator does not allow the folder of checkpoints or the checkpoint, or the servers
             have no permission to write there.

@@ -37,8 +37,9 @@ _LEAVE_LIMIT_S = 2.0
 class Reader:
     """Reads committed versions of a run's weights. A context manager. Created by ``attach``.
 
-    A reader has no rank, and training does not wait for it. It reads over the transports of a trainer: from shared
-    memory on a shard server's host, otherwise over sockets or gRPC. One thread at a time may use it.
+    A reader has no rank, and training does not wait for it without ``hold_s``. It reads over the transports of a
+    trainer: from shared memory on a shard server's host, otherwise over sockets or gRPC. One thread at a time may use
+    it.
 
     Attributes:
         run: Name of the run.
@@ -51,6 +52,7 @@ class Reader:
         gather_dtype: Dtype in which 32-bit weights travel.
         delta_cache_bytes: Limit of the memory for deltas.
         name: Name of the reader in ``shardwell readers``.
+        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for the reader after its last request.
     """
 
     def __init__(
@@ -62,11 +64,12 @@ class Reader:
         gather_dtype: str = "float32",
         delta_cache_bytes: int = 0,
         name: str = "",
+        hold_s: float = 0.0,
     ) -> None:
         self._coordinator, self._timeout_s, self.run = coordinator, timeout_s, run
         host = socket.gethostname()
         self._report = coordinator_pb2.ReaderReport(
-            reader_id=uuid.uuid4().hex, name=name or f"{host}:{os.getpid()}", host=host
+            reader_id=uuid.uuid4().hex, name=name or f"{host}:{os.getpid()}", host=host, hold_s=hold_s
         )
         """What the coordinator is told with each request."""
         newest = describe_weights(coordinator, run, reader=self._report)
@@ -148,6 +151,9 @@ class Reader:
             yield pinned
             self._report.version = pinned.version
             self._connections.note_read(pinned.version, pinned.rollback_count)
+        if self._report.hold_s:
+            with suppress(ShardwellError):  # otherwise the run learns it from the next request
+                self._describe()
 
     def digest(self, version: int | str | None = None) -> str:
         """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the model.
@@ -298,6 +304,7 @@ def attach(
     gather_dtype: str = "float32",
     delta_cache_bytes: int = 0,
     name: str = "",
+    hold_s: float = 0.0,
 ) -> Reader:
     """Attaches to a run to read its weights during training, without joining it.
 
@@ -316,6 +323,8 @@ def attach(
         delta_cache_bytes: Bytes of memory in which the reader keeps 16-bit weights, so that the servers send only what
             has changed since it read them.
         name: Name of the reader in ``shardwell readers``. Default: this host and process.
+        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for this reader after its last request,
+            at most 86400. Longer than any time between two reads. Default: the run does not wait for it.
 
     Raises:
         NotFoundError: The run does not exist.
@@ -327,6 +336,8 @@ def attach(
         raise UsageError(f"attach(timeout_s={timeout_s!r}): expected more than 0")
     if gather_dtype not in GATHER_NAMES:
         raise UsageError(f"attach(gather_dtype={gather_dtype!r}): expected one of {', '.join(GATHER_NAMES)}")
+    if not 0 <= hold_s <= 86400:
+        raise UsageError(f"attach(hold_s={hold_s!r}): expected 0 to 86400 seconds")
     if delta_cache_bytes < 0:
         raise UsageError(f"attach(delta_cache_bytes={delta_cache_bytes!r}): expected at least 0")
     address = address or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
@@ -339,6 +350,7 @@ def attach(
             gather_dtype=gather_dtype,
             delta_cache_bytes=delta_cache_bytes,
             name=name,
+            hold_s=hold_s,
         )
     except BaseException:
         coordinator.close()

@@ -26,8 +26,8 @@ _NAMES = """
     checkpoint_root chunk_bytes consistency coordinator cp dashboard_host dashboard_port delta_cache_bytes dp
     dp_rank drain_s encrypt etcd_ca etcd_cert etcd_key etcd_lease_s gather_dtype global_rank gradient_reduction host
     host_cache_bytes id insecure keep keep_bytes keep_versions lease_s listen log_format log_level
-    max_gathers_in_flight memory_budget metrics_host metrics_port min_servers min_shard_bytes min_trainers
-    node_group num_layers order own_memory_limit pp prefetch_bytes processes push_bytes push_dtype
+    max_gathers_in_flight max_reader_lag memory_budget metrics_host metrics_port min_servers min_shard_bytes
+    min_trainers node_group num_layers order own_memory_limit pp prefetch_bytes processes push_bytes push_dtype
     push_error_feedback reduction_groups restart_wait_s resume rewrap rpc_timeout_s run seed servers_on_host shm_dir
     spool_dir state state_dir threads tls_ca tls_cert tls_key tls_require_client_cert tls_server_name token_file tp
     trainer transports wait_limit_s warn_after_s without_token world_size

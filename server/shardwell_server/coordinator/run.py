@@ -71,7 +71,7 @@ class Run:
         """Number of committed steps at which a trainer's loop has ended. None: not known."""
         self.created_by, self.created_on = "", ""
         """The trainer that joined first, and its host. Empty: not known."""
-        self.readers = Readers()
+        self.readers = Readers(settings.max_reader_lag)
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
         self.replace_settings(settings)

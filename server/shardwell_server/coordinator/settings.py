@@ -74,6 +74,8 @@ class RunSettings:
     """When gradients are applied."""
     keep_versions: int = 0
     """Versions besides the newest that readers can read."""
+    max_reader_lag: int | None = None
+    """Versions that readers which hold the run may be behind at a commit. None: readers are not waited for."""
 
     @classmethod
     def from_proto(cls, config: coordinator_pb2.RunConfig, *, world_size: int) -> RunSettings:
@@ -119,6 +121,7 @@ class RunSettings:
             reduction_groups=checked_groups(world.dp, config.reduction_groups),
             consistency=consistency,
             keep_versions=config.keep_versions,
+            max_reader_lag=config.max_reader_lag if config.HasField("max_reader_lag") else None,
         )
 
     def to_proto(self) -> coordinator_pb2.RunConfig:
@@ -130,12 +133,14 @@ class RunSettings:
             backups=self.backups or None,
             reduction_groups=self.reduction_groups,
             keep_versions=self.keep_versions,
+            max_reader_lag=self.max_reader_lag,
             **self.consistency.to_fields(),
         )
 
     def require_same(self, run: str, requested: RunSettings) -> None:
         """Raises RunMismatchError if a trainer requests other settings than the run has."""
-        for name in ("world", "seed", "min_trainers", "num_layers", "reduction_groups", "consistency", "keep_versions"):
+        names = ("world", "seed", "min_trainers", "num_layers", "reduction_groups", "consistency", "keep_versions")
+        for name in (*names, "max_reader_lag"):
             ours, theirs = getattr(self, name), getattr(requested, name)
             if ours != theirs and not (name == "num_layers" and 0 in (ours, theirs)):
                 raise RunMismatchError(

@@ -230,9 +230,17 @@ class CoordinatorState:
             await self.storage.save_commit(run.name, record, serialized, (_run_record(run, committed=step), units))
 
     async def save_iteration(self, run: Run) -> None:
-        """Stores the tracked objects of ``Run.note_iteration``, unless the next commit record is being written."""
-        if (state := run.commits.state) is not None and not run.commits.writing and not run.deleted:
-            await self.storage.save_state(run.name, run.committed_step - 1, state.SerializeToString())
+        """Stores the tracked objects of ``Run.note_iteration``. Repeated until the next step is committed."""
+        if (state := run.commits.state) is None:
+            return
+
+        async def attempt() -> None:
+            while run.commits.writing and run.commits.state is state:
+                await run.changed.wait()
+            if run.commits.state is state and not run.deleted:
+                await self.storage.save_state(run.name, run.committed_step - 1, state.SerializeToString())
+
+        await retry_async(attempt, errors=ShardwellError, check=lambda error: logger.error("%s", error))
 
     def note_lost_versions(self, run: Run, versions: Iterable[int], why: str) -> None:
         """Records that servers lack versions that a run keeps for readers. The caller stores the run."""

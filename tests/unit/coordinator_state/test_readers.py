@@ -39,3 +39,30 @@ def test_number_of_readers_is_limited() -> None:
 def test_texts_that_cannot_be_shown_are_refused(field: str, text: str) -> None:
     with pytest.raises(InvalidRequestError, match="expected at most 200 characters"):
         Readers().note(ReaderReport(**{field: text}), 0.0)
+
+
+def test_run_waits_for_readers_that_hold_it_and_are_too_far_behind() -> None:
+    readers = Readers(max_lag=1)
+    for name, version, hold_s in (("behind", 2, 5.0), ("near", 3, 5.0), ("free", 0, 0.0)):
+        readers.note(ReaderReport(reader_id=name, name=name, host="h", version=version, hold_s=hold_s), 1.0)
+    assert readers.waited_for(3, 2.0) == []
+    assert readers.waited_for(4, 2.0) == [
+        "reader 'behind' on h has read version 2, and the run is at version 4 with max_reader_lag=1: it goes on when "
+        "the reader has read version 3, or 5 s after its last request, which was 1.0 s ago"
+    ]
+    readers.note_answered("behind", 4.0)
+    assert (len(readers.waited_for(4, 8.9)), readers.give_up(4, 8.9)) == (1, [])
+    assert readers.give_up(4, 9.0) == [
+        "reader 'behind' on h has read version 2 and has sent no request for 5 s: version 5 is committed without it. "
+        "The run waits for it again after its next request"
+    ]
+    assert readers.waited_for(4, 9.0) == readers.give_up(4, 99.0) == []
+    readers.note(ReaderReport(reader_id="new", name="new", host="h", hold_s=5.0), 9.0)
+    assert "has read no version yet" in readers.waited_for(4, 9.0)[0]
+    assert Readers(max_lag=None).waited_for(4, 9.0) == []
+
+
+@pytest.mark.parametrize("hold_s", [-1.0, float("nan"), 86401.0])
+def test_time_to_wait_is_checked(hold_s: float) -> None:
+    with pytest.raises(InvalidRequestError, match="hold_s is"):
+        Readers().note(ReaderReport(reader_id="a", hold_s=hold_s), 0.0)

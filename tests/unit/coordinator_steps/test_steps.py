@@ -19,6 +19,7 @@ from shardwell_wire.errors import (
     NonFiniteError,
     StepRestartedError,
     StepStateError,
+    UnavailableError,
     VersionGoneError,
 )
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -293,6 +294,30 @@ async def test_tracked_state_at_the_end_of_an_iteration_stands_beside_that_of_it
         )
     await cluster.restart()
     assert (await cluster.try_join()).state == stored, "it is durable"
+
+
+async def test_tracked_state_at_the_end_of_an_iteration_is_stored_again_after_a_failure(
+    cluster: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers = await cluster.team_with_unit("a", "b")
+    at_commit = coordinator_pb2.RunState(step=0, tracked_json={"scheduler": "commit"})
+    await asyncio.gather(*(trainer.finish(0) for trainer in trainers))
+    await asyncio.gather(*(trainer.commit(0, wait_s=5, state=at_commit) for trainer in trainers))
+    save, failures = cluster.state.storage.save_state, [UnavailableError("the store is away")]
+    is_saved = asyncio.Event()
+
+    async def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await save(*arguments)
+        is_saved.set()
+
+    monkeypatch.setattr(cluster.state.storage, "save_state", fail_once)
+    await trainers[0].heartbeat(ended_iteration=coordinator_pb2.RunState(step=0, tracked_json={"scheduler": "end"}))
+    async with asyncio.timeout(5):
+        await is_saved.wait()
+    await cluster.restart()
+    assert (await cluster.try_join()).state.ended_tracked_json == {"scheduler": "end"}
 
 
 async def test_late_trainer_passes_the_committed_step_without_its_norm(cluster: Harness) -> None:

@@ -69,7 +69,7 @@ def explain_stall(run: Run, cluster: Cluster, now: float, min_servers: int) -> S
             servers = ", ".join(map(repr, run.units.servers))
             lines.append(f"servers {servers}: reducing the gradients of step {step.number}")
         elif of_step == "awaiting commit":
-            lines += _proposals(run, step)
+            lines += _proposals(run, step, now)
         lines += [line for item in step.unfinished for line in _work_item(run, item, now)]
     return Stall(phase, now - since, _shorten(lines))
 
@@ -225,7 +225,7 @@ def _promotions(run: Run) -> list[str]:
     ]
 
 
-def _proposals(run: Run, step: Step) -> list[str]:
+def _proposals(run: Run, step: Step, now: float) -> list[str]:
     leaders, rank = run.work.leaders(step), min(step.items)
     if not leaders:
         return ["step proposal: every trainer of the run is gone; the step continues when a trainer joins"]
@@ -238,6 +238,8 @@ def _proposals(run: Run, step: Step) -> list[str]:
         return [f"step proposal of rank 0: trainers {', '.join(map(repr, leaders))} have proposed different steps"]
     if proposal.updates_on_trainers and not step.partitions.all_staged:
         return step.partitions.waiting_for(run.members.live)
+    if readers := run.readers.waited_for(run.committed_step, now):
+        return readers
     return [f"step proposal of rank {rank} has arrived: the next CommitStep request commits step {step.number}"]
 
 

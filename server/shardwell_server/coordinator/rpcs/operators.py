@@ -245,9 +245,14 @@ class InspectionRpcs(CoordinatorRpcs):
         wanted = request.version if request.HasField("version") else None
         if request.HasField("reader"):
             run.readers.note(request.reader, self._state.clock())
-        return await describe.describe_weights(
-            run, self._state.cluster, wanted, request.published_name, wait_limit(call, request.wait_s)
-        )
+            if request.reader.hold_s:
+                run.changed.notify()
+        try:
+            return await describe.describe_weights(
+                run, self._state.cluster, wanted, request.published_name, wait_limit(call, request.wait_s)
+            )
+        finally:
+            run.readers.note_answered(request.reader.reader_id, self._state.clock())
 
     async def ListReaders(
         self, request: coordinator_pb2.ListReadersRequest, call: Call

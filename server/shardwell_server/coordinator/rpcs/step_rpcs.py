@@ -377,6 +377,11 @@ class StepRpcs(CoordinatorRpcs):
                     return coordinator_pb2.CommitStepResponse(partitions=work, new_state=proposal.optimizer.new_state)
                 if not step.partitions.all_staged:
                     return None
+            newest, now = run.committed_step, self._state.clock()
+            for message in run.readers.give_up(newest, now):
+                self._state.events.add(EventKind.READER_SILENT, message, run=run.name)
+            if run.readers.waited_for(newest, now):
+                return None
             await self._coordinator.committer.commit(run, step)
         if run.work.is_in_flight(step):
             return None
