@@ -131,6 +131,24 @@ def test_text_is_served_from_the_model_that_trains(text: Path) -> None:
     )  # the last line shows the final weights
 
 
+@pytest.mark.long
+def test_rollouts_are_repeated_by_their_versions_with_the_same_bits() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/rl.py", "--steps", "12"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step    4  SIGKILL to trainer-1" in done.stdout and "step    8  SIGKILL to engine-1" in done.stdout
+    assert "24 of 24 files of rollouts are equal" in done.stdout
+    first, second = re.findall(r"SHA-256 of the weights of run \d: ([0-9a-f]{64})", done.stdout)
+    assert first == second
+
+
 def test_tokens_decode_to_the_same_text(text: Path) -> None:
     corpus = Corpus.read(str(text), vocab_size=60)
     assert corpus.vocabulary.decode(corpus.tokens) == corpus.text
