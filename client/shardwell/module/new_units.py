@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeGuard, cast
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -399,7 +399,7 @@ def plan_values(
             "shardwell.init.drawn(model), or a function. Load a state_dict by model.load_state_dict, before fully_shard"
         )
     else:
-        function = cast(InitFunction, source)
+        function = source
         _require_blank(found, blanks)
         holders = dict.fromkeys(_outside_units(modules)) if blanks else {}
     initialize = partial(_initialize_all, _names(holders, name, found), function, seed)
