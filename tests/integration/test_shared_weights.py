@@ -122,7 +122,7 @@ def write_one_element(weight: torch.Tensor) -> None:
 def test_write_in_forward_raises_and_leaves_no_trace(shared: Trained, write: WeightWrite) -> None:
     shared.step()
     shared.writing.write = write
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'.* was written in place"):
+    with pytest.raises(shardwell.UsageError, match=r"parameter '1\.weight'.* was written in place"):
         shared.step()
     shared.optimizer.zero_grad()
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_write_in_forward_raises_and_leaves_no_trace(shared: Trained, write: Wei
 def test_in_place_write_raises_the_same_error_on_every_transport(trained: Trained) -> None:
     trained.step()
     trained.writing.write = add_in_place
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
+    with pytest.raises(shardwell.UsageError, match=r"parameter '1\.weight'"):
         trained.step()
     trained.optimizer.zero_grad()
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_work_item_computed_with_written_weights_is_discarded(shared: Trained, w
     for step in shared.session.steps(3):
         if step.number == 1:
             shared.writing.write = write
-            with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
+            with pytest.raises(shardwell.UsageError, match=r"parameter '1\.weight'"):
                 for _ in step.batches(lambda number, _: batch(number)):
                     shared.backward()
         for _ in step.batches(lambda number, _: batch(number)):
@@ -161,7 +161,7 @@ def test_write_between_unshard_and_reshard_raises(shared: Trained, write: Weight
     shared.step()
     shared.writing.unshard()
     write(shared.writing.weight)
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
+    with pytest.raises(shardwell.UsageError, match=r"parameter '1\.weight'"):
         shared.writing.reshard()
     for _ in range(2):
         shared.step()
@@ -263,7 +263,7 @@ def test_write_before_the_commit_is_detected_and_the_step_stays_committed(shared
     shared.optimizer.clip_grad_norm_(float("inf"))  # ends the work
     shared.writing.unshard()
     shared.writing.weight.data.fill_(0.0)
-    with pytest.raises(shardwell.UsageError, match=r"parameter 'WritingLinear-0\.weight'"):
+    with pytest.raises(shardwell.UsageError, match=r"parameter '1\.weight'"):
         shared.optimizer.step()
     assert shared.session.step == 2
     shared.optimizer.zero_grad()
