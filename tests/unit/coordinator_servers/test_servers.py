@@ -164,4 +164,6 @@ def test_ended_process_is_detected_by_its_identity_on_the_same_host_only() -> No
 def test_every_server_state_has_a_display_name() -> None:
     names = {f"SERVER_STATE_{state.name}" for state in ServerState} | {"SERVER_STATE_UNREACHABLE"}
     assert names == set(coordinator_pb2.ServerState.keys()) - {"SERVER_STATE_UNSPECIFIED"}
-    assert {coordinator_pb2.ServerState.Value(name) for name in names} == set(inspect_tables._SERVER_STATES)
+    for name in names:
+        summary = coordinator_pb2.ServerSummary(state=coordinator_pb2.ServerState.Value(name))
+        assert str(inspect_tables.server_state(summary)) == name.removeprefix("SERVER_STATE_").lower()
