@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardwell
 import shardwell.testing
-from shardwell.integrations import single_process
+from shardwell.integrations import plays_rank_0, single_process
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.integrations.lightning import ShardwellStrategy, _Shard
 from shardwell_wire.errors import UsageError
@@ -46,6 +47,16 @@ class Points(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(4, generator=torch.Generator().manual_seed(index)), torch.tensor([float(index % 3)])
+
+
+class CountedPoints(Points):
+    """Counts the samples that this process reads."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        return super().__getitem__(index)
 
 
 class Stream(IterableDataset[Any]):
@@ -238,6 +249,13 @@ def test_milestones_and_a_second_fit_continue_in_another_trainer() -> None:
                 second = trainer(ShardwellStrategy(session), max_epochs=2)
                 fit(second, module, 24)
                 assert (second.global_step, session.step, rate(second)) == (12, 12, 0.04)
+        with shardwell.join(run="another") as session:  # the run is new when its first fit() begins
+            module = StepwiseRegression(shardwell.optim.AdamW)
+            shardwell.auto_wrap(module.model, session)
+            for epochs in (1, 2):
+                at = trainer(ShardwellStrategy(session), max_epochs=epochs)
+                fit(at, module, 24)
+                assert (at.global_step, session.step, rate(at)) == (6 * epochs, 6 * epochs, 0.04)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -248,6 +266,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             trainer(ShardwellStrategy(session), limit_val_batches=0, val_check_interval=None).fit(
                 module, DataLoader(Stream(), batch_size=2)
             )
+        with pytest.raises(UsageError, match="pass a DataLoader with a batch_size or a batch_sampler"):
+            trainer(ShardwellStrategy(session)).fit(module, DataLoader(Points(8), batch_size=None), loader)
+        with pytest.raises(UsageError, match="pass more samples, a smaller batch_size, drop_last=False"):
+            few = DataLoader(Points(2), batch_size=4, drop_last=True)
+            trainer(ShardwellStrategy(session)).fit(module, few, loader)
         with pytest.raises(UsageError, match=r"a DataLoader of a torch\.utils\.data\.Subset"):
             trainer(ShardwellStrategy(session), limit_train_batches=3).fit(module, loader, loader)
         with pytest.raises(UsageError, match="several training loaders"):
@@ -262,6 +285,40 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             trainer(ShardwellStrategy(session), accumulate_grad_batches=1).fit(module, loader)
         with pytest.raises(UsageError, match=r"expected one of shardwell\.optim"):
             trainer(ShardwellStrategy(session)).fit(Regression(torch.optim.SGD), loader)
+
+
+def test_batches_are_made_by_the_workers_of_the_loader() -> None:
+    weights = []
+    with shardwell.testing.in_process_cluster():
+        for workers in (0, 2):
+            with shardwell.join(run=f"workers-{workers}") as session:
+                module, data = sharded_module(session), CountedPoints(12)
+                loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+                trainer(ShardwellStrategy(session), limit_val_batches=0, val_check_interval=None).fit(module, loader)
+                weights.append(shardwell.full_state_dict(module))
+                assert data.reads < 24 if workers else data.reads == 24
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "twins", "global_rank", "expected"),
+    [
+        ([0], set(), 0, True),
+        ([1], set(), 1, False),
+        ([1, 0], set(), 1, True),  # it replaces a lost trainer
+        ([1, 0], {0}, 1, False),  # the trainer of rank 0 is late
+        ([0, 1], {1}, 0, True),
+        ([], set(), 0, True),
+        ([], set(), None, False),  # a spare, or a trainer that has lost its place
+        ([0], {0}, None, False),
+    ],
+)
+def test_one_trainer_has_the_duties_of_rank_0(
+    ranks: list[int], twins: set[int], global_rank: int | None, expected: bool
+) -> None:
+    session: Any = SimpleNamespace(global_rank=global_rank)
+    step: Any = SimpleNamespace(global_ranks=ranks, twin_ranks=twins)
+    assert plays_rank_0(session, step) is expected
 
 
 class Shuffled:

@@ -27,6 +27,9 @@ class WorkItemBatches:
         accumulation: Micro-batches per step. The last step of an epoch may have fewer.
         seed: The run's seed.
         sampler_seed: Seed of samplers that have none.
+
+    Raises:
+        UsageError: The loader has no batch.
     """
 
     def __init__(self, loader: Any, shards: Sequence[Any], accumulation: int, *, seed: int, sampler_seed: int) -> None:
@@ -38,6 +41,12 @@ class WorkItemBatches:
         self._seed, self._sampler_seed = seed, sampler_seed
         self._indices: dict[tuple[int, int], list[list[int]]] = {}
         """The batches of the last epoch that was asked for, by epoch and data rank."""
+
+        if not len(shards[0]):
+            raise UsageError(
+                f"the training loader has no batch, though its dataset has {len(self._dataset)} samples: pass more "
+                "samples, a smaller batch_size, drop_last=False or another sampler"
+            )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -27,7 +27,14 @@ except ImportError as error:
     raise ImportError(f"shardwell.integrations.lightning cannot import {error.name}: pip install lightning") from error
 
 from shardwell import optim
-from shardwell.integrations import check_session, decode_state, encode_state, refuse_resuming, refuse_unknown_steps
+from shardwell.integrations import (
+    check_session,
+    decode_state,
+    encode_state,
+    plays_rank_0,
+    refuse_resuming,
+    refuse_unknown_steps,
+)
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.session.session import Session
@@ -59,6 +66,7 @@ class ShardwellStrategy(SingleDeviceStrategy):
         self._steps: Any = None
         self._num_steps = 0
         self._batches: WorkItemBatches | None = None
+        self._workers: dict[str, Any] = {}
         self._tracked: _TrackedLoops | None = None
         self._batch: Any = None
         self._rank_before = rank_zero_only.rank
@@ -66,7 +74,7 @@ class ShardwellStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this trainer plays rank 0, or has replaced its trainer in the last step."""
+        """True if this trainer plays rank 0, or has replaced its trainer in the last step. See ``plays_rank_0``."""
         return self._plays_rank_0
 
     def _set_duties(self, plays_rank_0: bool) -> None:
@@ -120,6 +128,11 @@ class ShardwellStrategy(SingleDeviceStrategy):
                 f"the training loader is a {type(dataloader).__name__}: any trainer may have to compute any batch, so "
                 "pass a DataLoader whose dataset has __len__ and __getitem__"
             )
+        if dataloader.batch_sampler is None:
+            raise UsageError(
+                "the training loader has batch_size=None, so it has no batches to divide among the data ranks: pass a "
+                "DataLoader with a batch_size or a batch_sampler"
+            )
         if isinstance(trainer.limit_train_batches, int) or trainer.limit_train_batches < 1 or trainer.overfit_batches:
             raise UsageError(
                 "limit_train_batches and overfit_batches would divide the run's steps into other epochs than the "
@@ -128,6 +141,8 @@ class ShardwellStrategy(SingleDeviceStrategy):
         dp, seed, accumulation = self._session.world.dp, self._session.seed, trainer.accumulate_grad_batches
         shards = [_Shard(dataloader.batch_sampler, dp, rank) for rank in range(dp)]
         self._batches = WorkItemBatches(dataloader, shards, accumulation, seed=seed, sampler_seed=seed)
+        workers = dataloader.num_workers
+        self._workers = {"num_workers": workers, "prefetch": dataloader.prefetch_factor} if workers else {}
         return _EmptyBatches(self._batches.steps_per_epoch * accumulation)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,10 +179,9 @@ class ShardwellStrategy(SingleDeviceStrategy):
                 )
             assert self._tracked is not None
             self._tracked.restored = None  # the loops are there
-            for batches in step.batches(self._batches):
+            for batches in step.batches(self._batches, **self._workers):
                 step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
-            if step.global_ranks:
-                self._set_duties(0 in step.global_ranks)
+            self._set_duties(plays_rank_0(self._session, step))
             self.precision_plugin._after_closure(module, optimizer)
             optimizer.step()
         self.means = step.means

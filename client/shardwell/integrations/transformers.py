@@ -35,6 +35,7 @@ from shardwell.integrations import (
     check_session,
     decode_state,
     encode_state,
+    plays_rank_0,
     refuse_resuming,
     refuse_unknown_steps,
     single_process,
@@ -200,8 +201,7 @@ class Trainer(transformers.Trainer):
                 self.current_flos += float(self.floating_point_ops(batch))
                 self._track_num_input_tokens(batch)
             step.log(loss=loss)
-        if step.global_ranks:
-            self._set_duties(0 in step.global_ranks)
+        self._set_duties(plays_rank_0(self._session, step))
 
     def _num_items(self, step: int) -> torch.Tensor | None:
         """Returns the tokens of a step per data rank if the loss averages over the tokens of all of them."""

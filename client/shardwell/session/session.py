@@ -322,7 +322,7 @@ class Session:
         else:
             logger.warning(
                 "trainer %r is a spare: each of the %d logical ranks of run %r has a trainer. step.batches yields "
-                "nothing until a trainer is lost",
+                "nothing until a trainer is lost, so a loss that is computed in it is unset: print step.means",
                 self.trainer,
                 self.world.size,
                 self.run,

@@ -332,6 +332,7 @@ class StepInFlight:
         """Moves to the step after the commit."""
         step, updated, kept = self.state.number, None, []
         self.means = dict(response.means)
+        self._training.tracked.note_commit()
         for unit in optimizer.units:
             if KEPT_GROUP in unit.group_indices:
                 kept.append(unit.unit_index)

@@ -241,6 +241,8 @@ class TrackedObjects:
     def __init__(self, stored: Mapping[str, str], *, is_complete: bool = False) -> None:
         self._stored, self._is_complete = dict(stored), is_complete
         self._objects: dict[str, Any] = {}
+        self._committed: set[str] = set()
+        """Names of objects whose state was part of a commit of this trainer."""
         self.restored = False
         """True if an object has the state of a call of ``optimizer.step()``. The trainer then repeats the end of the
         last committed step."""
@@ -264,11 +266,15 @@ class TrackedObjects:
             reached = self._capture(name, former) if former is not None else None
             self._objects[name] = tracked
             self._capture(name, tracked)
-            if name in self._stored and reached is not None:
+            if reached is not None and (name in self._stored or name in self._committed):
                 self._restore(tracked, json.loads(reached))
             elif name in self._stored:
                 self._restore(tracked, json.loads(self._stored[name]))
                 self.restored = not self._is_complete
+
+    def note_commit(self) -> None:
+        """Called when a commit has stored the objects."""
+        self._committed |= self._objects.keys()
 
     def restore(self, states: Mapping[str, str]) -> None:
         """Restores objects from a former result of ``to_json``."""

@@ -82,6 +82,7 @@ class Step:
             of this version and makes the next version.
         global_ranks: Logical ranks whose work items this trainer has started in this step, in this order. They differ
             from ``session.global_rank`` while the trainer computes the work of a lost trainer.
+        twin_ranks: Those of them whose trainer is late, and computes the same work at the same time.
 
     Args:
         loop: Position of the loop.
@@ -93,6 +94,7 @@ class Step:
     def __init__(self, loop: LoopPosition, work: StepInFlight, feeds: BatchFeeds, *, seed: int) -> None:
         self.number = loop.number
         self.global_ranks: list[int] = []
+        self.twin_ranks: set[int] = set()
         self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
         self._looped_for: int | None = None
         """Commit, counted in the iteration, for whose work items a loop over ``batches`` has ended."""
@@ -221,6 +223,7 @@ class Step:
             return
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
+        (self.twin_ranks.add if item.is_twin else self.twin_ranks.discard)(item.item.global_rank)
         step = work.state.number
         # The step of an asynchronous item is the version that it reads, which depends on timing. Its number does not.
         is_asynchronous, number = work.state.asynchronous, item.item.number

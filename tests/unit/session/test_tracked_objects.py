@@ -48,6 +48,23 @@ def test_object_that_replaces_a_tracked_one_gets_its_present_state() -> None:
     assert second_optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_object_is_replaced_with_its_state_after_the_first_commit_of_a_new_run() -> None:
+    tracked = TrackedObjects({})
+    scheduler, optimizer = scheduler_and_optimizer()
+    tracked.track({"scheduler": scheduler})
+    another, _ = scheduler_and_optimizer()
+    optimizer.step()
+    scheduler.step()
+    tracked.track({"scheduler": another})  # no commit has the former one
+    assert another.last_epoch == 0
+    tracked.note_commit()
+    another.optimizer.step()
+    another.step()
+    last, _ = scheduler_and_optimizer()
+    tracked.track({"scheduler": last})
+    assert last.last_epoch == 1
+
+
 class Stateful:
     def __init__(self, state: Any) -> None:
         self.state = state
