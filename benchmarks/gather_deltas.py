@@ -2,7 +2,8 @@
 
 Trains a small GPT on English text with AdamW, first at a learning rate that changes all weights, then at each measured
 learning rate from these weights. Bytes are counted over the measured steps, in which the trainer has every base. The
-CPU time of deltas is measured by itself, on the weights of consecutive steps.
+CPU time of deltas is measured by itself, on the weights of consecutive steps. A reader without a cache reads what has
+changed since the former version (``PinnedVersion.changes``) after each measured step.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class DeltaResult:
     """CPU time of a server, per byte of a whole stream, once for all trainers."""
     apply_s_per_byte: float
     """CPU time of a trainer, per byte of a whole stream, with the checksum of the result."""
+    changes_ratio: float
+    """Bytes of a version's changes that a reader receives, of those of the whole version."""
 
     @property
     def break_even_bytes_per_s(self) -> float:
@@ -70,6 +73,7 @@ def to_markdown(results: Sequence[DeltaResult], parameters: int, steps: int) -> 
         "received per step, MB: without / with",
         "CPU, ms per MB: server / trainer",
         "pays below, Gbit/s",
+        "changes for a reader / whole version",
     ]
     rows = [
         [
@@ -79,14 +83,17 @@ def to_markdown(results: Sequence[DeltaResult], parameters: int, steps: int) -> 
             f"{each.received_bytes_without / 1e6:.2f} / {each.received_bytes / 1e6:.2f}",
             f"{each.encode_s_per_byte * 1e9:.2f} / {each.apply_s_per_byte * 1e9:.2f}",
             f"{each.break_even_bytes_per_s * 8 / 1e9:.1f}",
+            f"{each.changes_ratio:.4f}",
         ]
         for each in results
     ]
     heading = (
         f"A GPT with {parameters / 1e6:.1f} M parameters, AdamW, one trainer, {steps} measured steps at each rate. MB "
-        "count 16-bit streams. Without deltas, a trainer fetches each weight twice per step, for the forward and the "
-        "backward; with deltas it keeps the stream, and fetches it once. The last column is the bandwidth of a link at "
-        "which the CPU time of both sides is as long as the transfer of the saved bytes, if nothing overlaps."
+        "count 16-bit streams. Without deltas, a trainer that frees its units fetches each weight twice per step, for "
+        "the forward and the backward; with deltas it keeps the stream, and fetches it once. The last column but one "
+        "is the bandwidth of a link at which the CPU time of both sides is as long as the transfer of the saved bytes, "
+        "if nothing overlaps. The last one is of a reader that keeps no stream, and reads the changes since the former "
+        "version."
     )
     return f"{heading}\n\n{to_table(header, rows)}"
 
@@ -102,7 +109,7 @@ class Training:
 
     def __init__(self, address: str, run: str, **transfers: Any) -> None:
         options = shardwell.TransferOptions(transports="socket", **transfers)
-        self.session = shardwell.join(address, run=run, transfers=options)
+        self.session = shardwell.join(address, run=run, transfers=options, keep_versions=1)
         corpus = Corpus.read(None, vocab_size=VOCAB_SIZE)
         self._windows = Windows(corpus.tokens, CONTEXT)
         torch.manual_seed(0)
@@ -159,6 +166,8 @@ def measure(address: str, gather_dtype: str, rate: float, warmup: int, steps: in
             if budget:
                 versions = training.versions(warmup + 1 + 2 * steps, rate)
                 parameters = training.parameters
+            else:
+                changes_ratio = measure_changes(address, training, warmup + 1 + 2 * steps, rate, gather_dtype)
     (without, _, _), (received, delta_bytes, stream_bytes) = moved[0], moved[1 << 40]
     streams = [version.to(_DTYPES[gather_dtype]).view(torch.int16) for version in versions]
     encode_s, apply_s = measure_cpu(streams)
@@ -171,8 +180,24 @@ def measure(address: str, gather_dtype: str, rate: float, warmup: int, steps: in
         received_bytes_without=without / steps,
         encode_s_per_byte=encode_s,
         apply_s_per_byte=apply_s,
+        changes_ratio=changes_ratio,
     )
     return result, parameters
+
+
+def measure_changes(address: str, training: Training, until: int, rate: float, gather_dtype: str) -> float:
+    """Trains up to step ``until``; returns the bytes of changes that a reader receives, of those of whole versions."""
+    moved = list[float]()
+    with shardwell.attach(address, training.session.run, gather_dtype=gather_dtype) as reader:
+
+        def read() -> None:
+            before = reader.stats()["received_bytes"]
+            with reader.pin() as pinned:
+                assert list(pinned.changes(pinned.version - 1))
+            moved.append(reader.stats()["received_bytes"] - before)
+
+        training.train(until, rate, read)
+    return statistics.mean(moved) / (training.parameters * value_deltas.ITEM_BYTES)
 
 
 def measure_cpu(streams: Sequence[Tensor]) -> tuple[float, float]:

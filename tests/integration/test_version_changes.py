@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
 from torch import nn
 
 import shardwell
-from shardwell.weights import pinned_version as pinned_module
+from shardwell.weights import pinned_version
 from shardwell.weights.pinned_version import PinnedVersion
+from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
 from tests.support.background_training import BackgroundTraining
+from tests.support.cluster import wait_in_sync
 
 State = dict[str, torch.Tensor]
 KEPT = 4
@@ -50,14 +52,6 @@ class Training(BackgroundTraining):
     """A run that trains the model."""
 
     model, units, width = Model, {nn.BatchNorm1d, Adapted, nn.Linear}, 200
-
-
-@contextmanager
-def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Readers in the block do not map the servers' memory."""
-    with monkeypatch.context() as patch:
-        patch.setattr(pinned_module, "CAN_MAP", False)
-        yield
 
 
 def read(reader: shardwell.Reader, version: int) -> State:
@@ -99,3 +93,186 @@ def test_base_and_changes_are_the_pinned_version(cluster: shardwell.LocalCluster
                     assert bool(names) == (since < version) and not any("frozen" in name for name in names)
                     patched = {name: value.clone() for name, value in states[since].items()}
                     assert set(pinned.patch(patched, since)) == names and equal(patched, states[version])
+
+
+def test_changes_of_adapters_have_few_bytes(cluster: shardwell.LocalCluster) -> None:
+    """Also in float32: the frozen weight is in the unit of the adapter."""
+    training = Training(cluster.address, keep_versions=1)
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        version = training.pause()
+        base = read(reader, version - 1)
+        for received, pattern in enumerate(["adapted.*", ["adapted.lora_a", "adapted.lora_b"]]):
+            before = reader.stats()["received_bytes"]
+            with reader.pin(version) as pinned:
+                changes = list(pinned.changes(version - 1, pattern))
+            assert [change.name for change in changes] == ["adapted.lora_a", "adapted.lora_b"], received
+            assert 0 < reader.stats()["received_bytes"] - before < 0.2 * 4 * 300 * 200
+            for change in changes:
+                change.apply_to(base[change.name])
+                assert torch.equal(base[change.name], training.states[version][change.name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_some_tensors_and_slices_are_read(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(pinned_version, "TRANSPORT_NAMES", ("socket",))
+    training = Training(cluster.address, keep_versions=1)
+    with training.in_background(), shardwell.attach(cluster.address, training.run, gather_dtype=dtype) as reader:
+        version = training.pause()
+        base, state = read(reader, version - 1), read(reader, version)
+        slices = {
+            "adapted.weight": (0, 1, 4),
+            "*weight": (0, 2, 3),
+            "adapted.lora_b": (1, 1, 3),
+            "norm.bias": (0, 3, 4),
+        }
+        with reader.pin(version) as pinned:
+            expected = {
+                name: value.chunk(slices[pattern][2], slices[pattern][0])[slices[pattern][1]] if pattern else value
+                for name, value in state.items()
+                for pattern in [next((each for each in slices if fnmatchcase(name, each)), "")]
+            }
+            assert equal(dict(pinned.values(slices=slices)), expected)
+            before = reader.stats()["received_bytes"]
+            found = dict(pinned.values(["*lora_b", "adapted.weight", "leave.weight"], slices={"*": (0, 3, 4)}))
+            assert equal(
+                found, {name: state[name].chunk(4)[3] for name in ("enter.weight", "adapted.weight", "adapted.lora_b")}
+            )
+            received = reader.stats()["received_bytes"] - before
+            assert received < {"float32": 0.3, "bfloat16": 0.3, "int8": 1}[dtype] * 4 * (300 * 200 + 200 * 200)
+            patterns = ["adapted*", "enter.weight"]
+            names = {change.name for change in pinned.changes(version - 1, patterns, slices=slices)}
+            whole = {"adapted.weight"} if dtype == "int8" else set()  # the unit is sent whole
+            assert names == {"adapted.lora_a", "adapted.lora_b", "enter.weight"} | whole
+            cut = {"adapted.lora_a": base["adapted.lora_a"], "adapted.weight": base["adapted.weight"].chunk(4)[1]}
+            cut["adapted.lora_b"] = base["adapted.lora_b"].chunk(3, 1)[1]  # a view that is not contiguous
+            cut["enter.weight"] = base["enter.weight"].chunk(3)[2]
+            for change in pinned.changes(version - 1, patterns, slices=slices):
+                change.apply_to(cut[change.name])
+                assert torch.equal(cut[change.name], expected[change.name])
+            for wrong in ({"*": (2, 0, 1)}, {"enter.weight": (0, 2, 2)}):
+                with pytest.raises(UsageError, match=r"expected \(dim, index, count\)"):
+                    pinned.values(slices=wrong)
+            for names_wanted, wanted_slices in (("nothing*", None), (["*", "none"], None), (None, {"none": (0, 0, 1)})):
+                with pytest.raises(UsageError, match="has no parameter or buffer 'no"):
+                    pinned.values(names_wanted, slices=wanted_slices)
+
+
+def test_a_model_follows_some_tensors(cluster: shardwell.LocalCluster) -> None:
+    training, model = Training(cluster.address), Model()
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in range(2):
+            version = reader.follow(model, names="adapted.lora*")
+            training.wait_for(version)
+            for name, value in model.state_dict().items():
+                expected = training.states[version] if "lora" in name else before
+                assert torch.equal(value, expected[name]), name
+            training.wait_for(version + 1)
+        version = reader.follow(model)
+        training.wait_for(version)
+        assert equal(dict(model.state_dict()), training.states[version])
+
+
+def test_changes_since_a_version_that_cannot_be_read(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address, keep_versions=2)
+    with training.in_background(), shardwell.attach(cluster.address, training.run, timeout_s=20.0) as reader:
+        training.wait_for(4)
+        newest = training.pause()
+        state = read(reader, newest - 1)
+        with reader.pin(newest) as pinned:
+            with pytest.raises(VersionGoneError) as caught:
+                list(pinned.changes(newest - 3))
+            assert caught.value.data["kept"] == f"{newest - 2}, {newest - 1}"
+            with pytest.raises(VersionGoneError, match=f"since version {newest + 1} .* it is not older"):
+                list(pinned.changes(newest + 1))
+            pinned.rollback_count += 1  # as if the run had been rolled back, and had made the same versions again
+            for since in (newest - 2, newest - 1):
+                with pytest.raises(VersionGoneError, match="the run was rolled back"):
+                    pinned.patch(state, since)
+        assert equal(state, read(reader, newest - 1))
+
+
+def test_a_reader_has_changes_since_what_it_keeps_for_deltas(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_version, "TRANSPORT_NAMES", ("socket",))
+    training = Training(cluster.address)  # keeps no version
+    with (
+        training.in_background(),
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16", delta_cache_bytes=1 << 30) as reader,
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16") as other,
+    ):
+        version = training.pause()
+        state = read(reader, version)
+        training.resume()
+        training.wait_for(version + 2)
+        newest = training.pause()
+        with other.pin(newest) as pinned, pytest.raises(VersionGoneError):
+            pinned.patch(state, version)
+        with reader.pin(newest) as pinned:
+            sparse = {change.name for change in pinned.changes(version) if change.indices is not None}
+            assert "adapted.lora_a" in sparse and "norm.running_mean" not in sparse
+        with reader.pin(newest) as pinned, pytest.raises(VersionGoneError):
+            pinned.patch(state, version)  # the reader keeps the newest version now
+        training.resume()
+        training.wait_for(newest + 1)
+        state, newest = read(reader, training.pause()), training.step
+        training.resume()
+        training.wait_for(newest + 1)
+        later = training.pause()
+        with reader.pin(later) as pinned:
+            assert "adapted.weight" not in pinned.patch(state, newest)
+        assert equal(state, read(other, later))
+
+
+def test_wrong_tensors_are_not_patched(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address, keep_versions=2)
+    with (
+        training.in_background(),
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16") as reader,
+    ):
+        version = training.pause()
+        older, state = read(reader, version - 2), read(reader, version - 1)
+        with reader.pin(version) as pinned:
+            before = {name: value.clone() for name, value in older.items()}
+            with pytest.raises(CorruptDataError, match=f"does not have the values of version {version - 1}"):
+                pinned.patch(older, version - 1)
+            assert equal(older, before)
+            with pytest.raises(UsageError, match=r"'norm\.bias' is missing, 'scale' is of shape"):
+                pinned.patch(
+                    {name: each for name, each in state.items() if name != "norm.bias"} | {"scale": torch.ones(2)}, 1
+                )
+            narrow = {
+                name: value.bfloat16() if value.dtype == torch.float32 and "running" not in name else value
+                for name, value in state.items()
+            }
+            narrow["leave.weight"] = narrow["enter.weight"].clone()
+            assert pinned.patch(narrow | {"other": torch.ones(1)}, version - 1)
+            expected = dict(pinned.values())
+        expected["leave.weight"] = expected["enter.weight"]
+        assert all(torch.equal(value.to(expected[name].dtype), expected[name]) for name, value in narrow.items())
+
+
+def test_changes_after_the_loss_of_a_server() -> None:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster:
+        training = Training(cluster.address, keep_versions=KEPT, backups=1)
+        with training.in_background(), shardwell.attach(cluster.address, training.run, timeout_s=20.0) as reader:
+            wait_in_sync(cluster.address, training.run)
+            training.wait_for(training.step + KEPT + 1)
+            newest = training.pause()
+            base, state = read(reader, newest - KEPT), read(reader, newest - 1)
+            with reader.pin(newest - 1) as pinned:
+                cluster.shards[0].kill()
+                with suppress(UnavailableError):  # unless the backup is promoted in time
+                    assert equal(applied(base, pinned, newest - KEPT), state)
+            with reader.pin(newest - 1) as pinned:
+                assert equal(applied(base, pinned, newest - KEPT), state)
+            training.resume()
+            training.wait_for(newest + 1)
+            later = training.pause()
+            with reader.pin(later) as pinned:  # across the promotion
+                pinned.patch(state, newest - 1)
+                assert equal(state, dict(pinned.values()))
+            training.resume()

@@ -67,60 +67,50 @@ class RangeTarget:
         self._plan().round_trip(source, target)
 
 
-class ChangesTarget:
-    """Receives what has changed in a shard since a version, or the whole shard. A ``FetchTarget``.
+class IncomingChanges(Incoming):
+    """What has changed in a shard since a version, or its whole stream. Also the ``FetchTarget`` that receives it.
 
     Args:
-        whole: Receives the whole shard, if the server sends it.
         spans: The segments of the shard in its stream.
         since: The version.
+        whole: Receives the whole shard, if the server sends it.
         stream_bytes: Size of the whole stream.
         what: Names the shard in errors.
     """
 
-    def __init__(self, whole: RangeTarget, spans: Sequence[Span], since: int, stream_bytes: int, what: str) -> None:
-        self.whole, self.spans, self.since, self.stream_bytes, self.what = whole, spans, since, stream_bytes, what
-        self.wire_dtype = whole.wire_dtype
+    def __init__(self, spans: Sequence[Span], since: int, whole: RangeTarget, stream_bytes: int, what: str) -> None:
+        self._spans, self.since, self._whole, self._what = spans, since, whole, what
+        self.wire_dtype, self._stream_bytes, self._received = whole.wire_dtype, stream_bytes, bytearray()
+        self._has_changes = False
         self.changes: ShardChanges | None = None
         """What has changed. None: ``whole`` has the values."""
 
-    @contextmanager
-    def incoming(self) -> Iterator[Incoming]:
-        with self.whole.incoming() as stream:
-            yield _IncomingChanges(self, stream)
+    def incoming(self) -> AbstractContextManager[Incoming]:
+        return nullcontext(self)
 
     def copy_from(self, window: SharedVector) -> None:
-        self.whole.copy_from(window)
-
-
-class _IncomingChanges(Incoming):
-    def __init__(self, target: ChangesTarget, stream: Incoming) -> None:
-        super().__init__(memoryview(b""))
-        self.since = target.since
-        self._target, self._stream = target, stream
-        self._changes: bytearray | None = None
+        self._whole.copy_from(window)
 
     def place(self, version: int, deltas: shard_pb2.StreamDeltas | None) -> memoryview:
         """See ``Incoming``."""
-        sizes, limit_bytes = [] if deltas is None else list(deltas.sizes_bytes), self._target.stream_bytes
-        self.received_bytes = sizes[0] if sizes else limit_bytes
-        if not sizes:
-            return self._stream.place(version, None)
-        if len(sizes) != 1 or sizes[0] > limit_bytes:
+        sizes = [] if deltas is None else list(deltas.sizes_bytes)
+        self._has_changes, self.received_bytes = bool(sizes), sum(sizes) if sizes else self._stream_bytes
+        if self.received_bytes > self._stream_bytes:
             raise CorruptDataError(
-                f"{self._target.what}: the server announces changes of {sizes[:10]} bytes, expected one size "
-                f"of at most {limit_bytes}"
+                f"{self._what}: the server announces {self.received_bytes} bytes of changes, expected at most "
+                f"{self._stream_bytes}"
             )
-        self._changes = bytearray(sizes[0])
-        return memoryview(self._changes)
+        self._received = bytearray(self.received_bytes)
+        return memoryview(self._received)
 
     def finish(self) -> None:
         """See ``Incoming``."""
-        target = self._target
-        if self._changes is None:
-            self._stream.finish()
+        if self._has_changes:
+            self.changes = ShardChanges.decode(self._spans, self._received, self._stream_bytes, self._what)
+        elif self.wire_dtype == AS_STORED:
+            self._whole.memory[:] = self._received
         else:
-            target.changes = ShardChanges.decode(target.spans, self._changes, target.stream_bytes, target.what)
+            self._whole.decode(memoryview(self._received))
 
 
 @dataclass(slots=True, eq=False)

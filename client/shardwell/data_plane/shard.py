@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwell.data_plane.error_feedback import EncodedGradients
-from shardwell.data_plane.fetch_targets import CastTarget, ChangesTarget, CopyToDevice, DeviceTarget, RangeTarget
+from shardwell.data_plane.fetch_targets import CastTarget, CopyToDevice, DeviceTarget, IncomingChanges, RangeTarget
 from shardwell.data_plane.gradient_parts import EncodedPart, FlatGradients, VectorPart
 from shardwell.data_plane.host_copy import HostCopy
 from shardwell.data_plane.kept_streams import DecodedStream, DeltaCache, KeptStream
@@ -41,11 +41,10 @@ from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points
 from shardwell_wire.encoding import value_deltas
 from shardwell_wire.encoding.chunk_streams import memory_at
-from shardwell_wire.encoding.quantization_blocks import bytes_tensor
 from shardwell_wire.encoding.shard_changes import ShardChanges, spans_of
 from shardwell_wire.encoding.streams import InVector, RangePlans
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
-from shardwell_wire.errors import ShardwellError, StaleEpochError, StepStateError, UnavailableError, VersionGoneError
+from shardwell_wire.errors import ShardwellError, StaleEpochError, StepStateError, UnavailableError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 
@@ -371,9 +370,7 @@ class RemoteShard:
         return size_bytes // 2 if self.gather_dtype in value_deltas.WIRE_DTYPES and self._kept is None else 0
 
     def fetch_range(self, version: int, start_bytes: int, target: memoryview) -> None:
-        """Reads whole elements: from the server's memory while that shows the version, otherwise as a stream.
-
-        They travel as stored, and are rounded here.
+        """Reads whole elements as a stream. They travel as stored, and are rounded here.
 
         Args:
             version: The version.
@@ -381,25 +378,12 @@ class RemoteShard:
             target: Receives the range.
         """
         stop_bytes = start_bytes + len(target)
-        if not self._copy_range(version, start_bytes, target):
-            self.narrowed(start_bytes, stop_bytes).fetch(version, target, exact=True)
+        self.narrowed(start_bytes, stop_bytes).fetch(version, target, exact=True)
         if self.gather_dtype != AS_STORED:
             values = InVector(target, start_bytes)
             RangePlans(self.address.layout, start_bytes, stop_bytes).plan(None, self.gather_dtype).round_trip(
                 values, values
             )
-
-    def _copy_range(self, version: int, start_bytes: int, target: memoryview) -> bool:
-        """Copies a range from mapped memory; returns False if that does not show the version."""
-        window, first = self.address.window, start_bytes - self.start_bytes
-        if window is None or not window.shows(version):
-            return False
-        bytes_tensor(target).copy_(window.bytes[first : first + len(target)])
-        try:
-            window.check(version)
-        except VersionGoneError:
-            return False
-        return True
 
     @property
     def server(self) -> ServerConnection:
@@ -497,26 +481,21 @@ class RemoteShard:
         Returns:
             None: ``target`` has the shard.
         """
-        wire, address = self._wire.gather_dtype, replace(self.address, window=None)
-        spans = spans_of(address.layout, self._plans.segments(None), wire, self.start_bytes)
+        wire, stream_bytes = self._wire.gather_dtype, self.stop_bytes - self.start_bytes
+        spans = spans_of(self.address.layout, self._plans.segments(None), wire, self.start_bytes)
         if spans and self._kept is not None and (before := self._kept.copy(since)) is not None:
             self.fetch(version, target)
-            after = self._kept.copy(version)
-            if after is None:
+            if (after := self._kept.copy(version)) is None:
                 return None
             base, stream = (memory_at(each.data_ptr(), each.numel(), each) for each in (before, after))
             return ShardChanges.between(spans, base, stream, self._what)
+        if wire != AS_STORED:
+            stream_bytes = self._plans.plan(None, wire).size_bytes
         whole = RangeTarget(self._plans, wire, self.start_bytes, target, self._wire.encoded)
-        is_stored = wire == AS_STORED
-        stream_bytes = self.stop_bytes - self.start_bytes if is_stored else self._plans.plan(None, wire).size_bytes
-        changes = ChangesTarget(whole, spans, since, stream_bytes, self._what)
-        read = ShardRead(address, version, changes)
-        self.owner.run(
-            lambda server, wait_s: server.fetch(read, wait_s=wait_s, timeout_s=self.wait_limit_s),
-            TRANSFER,
-            until_s=time.monotonic() + self.wait_limit_s,
-        )
-        return changes.changes
+        incoming = IncomingChanges(spans, since, whole, stream_bytes, self._what)
+        read, limit_s = ShardRead(replace(self.address, window=None), version, incoming), self.wait_limit_s
+        self.owner.run(lambda server, wait_s: server.fetch(read, wait_s=wait_s, timeout_s=limit_s), member=False)
+        return incoming.changes
 
     def fetch_average(self, version: int, target: memoryview, *, member: bool = True) -> int:
         """Reads the values' moving average; see ``fetch``.

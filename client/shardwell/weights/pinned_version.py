@@ -62,8 +62,6 @@ _ATTEMPTS = 8
 _CALL_MARGIN_S = 5.0
 _FUTURE_WAIT_S = 2.0
 """How long to wait for a future version. If no step is committed meanwhile, the newest version can be pinned."""
-_NOTED_VERSIONS = 1024
-"""Versions for which a reader remembers in which history of the run it has read them."""
 _THREADS = 8
 """Shards of one unit that are read concurrently."""
 
@@ -110,8 +108,10 @@ class UnitReader:
         )
         return flat
 
-    def changes(self, unit: PlacedUnit, since: int) -> UnitChanges:
-        """Returns what has changed in a unit since a version; raises as ``read``."""
+    def changes(self, unit: PlacedUnit, since: int | None) -> UnitChanges:
+        """Returns what has changed in a unit since a version, or the whole unit; raises as ``read``."""
+        if since is None:
+            return UnitChanges(unit, self.read(unit), [(0, unit.layout.size_bytes, None)])
         flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read_changes
         found = self._of_shards(
             unit, flat, lambda shard, to: read(unit.layout, shard, self.version, since, to, timeout_s=self.timeout_s)
@@ -204,8 +204,8 @@ class PinnedVersion:
         than the shard. Every transfer has a checksum; ``patch`` also checks the result.
 
         Args:
-            since: An older version, or the name of a published one. The run must keep it, or another reader pin it, or
-                this reader must have kept it for deltas (``delta_cache_bytes``).
+            since: An older version, or the name of a published one. The run must keep it, or this reader must have kept
+                it for deltas (``delta_cache_bytes``).
             names: As in ``values``. Units without these tensors are not read.
             slices: As in ``values``. Indices count in the slice.
 
@@ -215,12 +215,8 @@ class PinnedVersion:
                 after this reader had read it. Read the whole version instead.
             UnavailableError: A shard server cannot be reached for the reader's timeout.
         """
-        return self._found_changes(since, self.choose(names, slices))
-
-    def _found_changes(self, since: int | str, chosen: Sequence[Chosen]) -> Iterator[TensorChange]:
-        for stored, region, units, _ in self._changed(since, chosen):
-            if (change := find_change(stored, region, units)) is not None:
-                yield change
+        found = (find_change(*each) for each, _ in self._changed(since, self.choose(names, slices)))
+        return (change for change in found if change is not None)
 
     def patch(self, tensors: Mapping[str, torch.Tensor], since: int | str, names: Names | None = None) -> list[str]:
         """Brings tensors from an older version to this one, in place.
@@ -245,14 +241,15 @@ class PinnedVersion:
         """
         chosen = self.choose(names)
         targets = {stored.name: [tensors[name] for name in stored.names if name in tensors] for stored, _ in chosen}
-        problems = [repr(name) for name, found in targets.items() if not found]
+        problems = [f"{name!r} is missing" for name, found in targets.items() if not found]
         for stored, _ in chosen:
             for tensor in targets[stored.name]:
-                problems += differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=True)
+                how = differences(stored.meta.shape, stored.meta.dtype, tensor, "run", cast=True)
+                problems += [f"{stored.name!r} is {each}" for each in how]
         if problems:
-            raise UsageError(f"the tensors do not fit run {self.run!r}, which has {listed(problems)}")
+            raise UsageError(f"the tensors do not fit run {self.run!r}: {listed(problems)}")
         found = list[TensorChange]()
-        for stored, region, units, version in self._changed(since, chosen):
+        for (stored, region, units), version in self._changed(since, chosen):
             for tensor in targets[stored.name]:
                 check_result(stored, units, tensor, version)
             if (change := find_change(stored, region, units)) is not None:
@@ -264,11 +261,12 @@ class PinnedVersion:
 
     def _changed(
         self, since: int | str, chosen: Sequence[Chosen]
-    ) -> Iterator[tuple[StoredParameter, Box, dict[str, UnitChanges], int]]:
-        """Yields tensors, their regions, what has changed in their units, and the number of the older version."""
+    ) -> Iterator[tuple[tuple[StoredParameter, Box, dict[str, UnitChanges]], int]]:
+        """Yields the arguments of ``find_change``, and the number of the older version."""
         reader, connections = self._reader, self._reader.connections
         if isinstance(since, int):
-            self._check_older(since, connections.rollback_count_at(since, self.rollback_count))
+            version, rollback_count = connections.last_read
+            self._check_older(since, rollback_count if version == since else self.rollback_count)
         with ExitStack() as stack:
             try:
                 former = stack.enter_context(
@@ -282,21 +280,25 @@ class PinnedVersion:
                     )
                 )
             except VersionGoneError:
-                changed = {part.unit_name: part.unit for stored, _ in chosen for part in stored.parts}
+                units = {part.unit_name: part.unit for stored, _ in chosen for part in stored.parts}
+                # Buffers are not kept for deltas, and are read whole.
                 if not isinstance(since, int) or not all(
-                    self.changed_at(unit) <= since or connections.keep(unit, since) for unit in changed.values()
+                    unit.layout.holds_buffers or self.changed_at(unit) <= since or connections.keep(unit, since)
+                    for unit in units.values()
                 ):
                     raise
-                version = since
+                version, is_gone = since, True
             else:
-                version = former.version
+                version, is_gone = former.version, False
                 self._check_older(version, former.rollback_count)
 
             def read(unit: PlacedUnit) -> UnitChanges | None:
-                return reader.changes(unit, version) if self.changed_at(unit) > version else None
+                if self.changed_at(unit) <= version:
+                    return None
+                return reader.changes(unit, None if is_gone and unit.layout.holds_buffers else version)
 
-            for stored, region, units in _with_units(chosen, read):
-                yield stored, region, {name: each for name, each in units.items() if each is not None}, version
+            for stored, region, changes in _with_units(chosen, read):
+                yield (stored, region, {name: each for name, each in changes.items() if each is not None}), version
 
     def _check_older(self, version: int, rollback_count: int) -> None:
         if version > self.version or rollback_count != self.rollback_count:
@@ -519,8 +521,8 @@ class RunConnections:
         self._closed_bytes = 0
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
-        self._rollback_counts: dict[int, int] = {}
-        """How often the run had been rolled back when a version was read last, by version."""
+        self.last_read = -1, 0
+        """The version that was read last, and how often the run had been rolled back before."""
         self._servers: dict[_ServerKey, ServerConnection] = {}
         self._shards: dict[_ShardKey, RemoteShard] = {}
 
@@ -610,17 +612,6 @@ class RunConnections:
         """
         with self.reaching(shard):
             return self._shard(layout, shard, timeout_s).fetch_changes(version, since, target)
-
-    def note_read(self, version: int, rollback_count: int) -> None:
-        """Notes that a version was read, after the run had been rolled back so often."""
-        self._rollback_counts.pop(version, None)
-        self._rollback_counts[version] = rollback_count
-        if len(self._rollback_counts) > _NOTED_VERSIONS:
-            del self._rollback_counts[next(iter(self._rollback_counts))]
-
-    def rollback_count_at(self, version: int, default: int) -> int:
-        """Returns how often the run had been rolled back when a version was read last; the default if it was not."""
-        return self._rollback_counts.get(version, default)
 
     def keep(self, unit: PlacedUnit, version: int) -> bool:
         """Returns whether a version of all shards of a unit is kept for deltas."""

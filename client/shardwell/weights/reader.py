@@ -150,7 +150,7 @@ class Reader:
         ) as pinned:
             yield pinned
             self._report.version = pinned.version
-            self._connections.note_read(pinned.version, pinned.rollback_count)
+            self._connections.last_read = pinned.version, pinned.rollback_count
         if self._report.hold_s:
             with suppress(ShardwellError):  # otherwise the run learns it from the next request
                 self._describe()

@@ -18,10 +18,11 @@ def test_table_shows_bytes_and_when_deltas_pay() -> None:
         received_bytes_without=2e7,
         encode_s_per_byte=5e-10,
         apply_s_per_byte=3e-10,
+        changes_ratio=0.0123,
     )
     assert result.break_even_bytes_per_s == pytest.approx(0.98 / 8e-10)
     text = to_markdown([result], 3_300_000, 10)
-    assert "| bfloat16, 1e-06 | 1.0% | 0.020 | 20.00 / 0.10 | 0.50 / 0.30 | 9.8 |" in text
+    assert "| bfloat16, 1e-06 | 1.0% | 0.020 | 20.00 / 0.10 | 0.50 / 0.30 | 9.8 | 0.0123 |" in text
 
 
 def test_cpu_time_is_measured_on_exact_deltas() -> None:

@@ -10,14 +10,25 @@ import pytest
 import torch
 
 import shardwell
+from shardwell.weights.changes import UnitChanges, check_result, find_change
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
-from shardwell.weights.pinned_version import PinnedVersion, PlacedUnit, StoredParameter
+from shardwell.weights.pinned_version import PinnedVersion
+from shardwell.weights.stored_parameters import PlacedUnit, StoredParameter
 from shardwell_server.coordinator.placed_units import DeclaredUnits, Unit, require_same_layout
 from shardwell_server.coordinator.signals import RunChanges
 from shardwell_server.optimizer_checks import check_fit
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_to_dict
-from shardwell_wire.errors import ConflictError, InvalidRequestError, StepStateError, UnitMismatchError
+from shardwell_wire.encoding import shard_changes
+from shardwell_wire.encoding.shard_changes import ShardChanges, spans_of
+from shardwell_wire.encoding.wire_dtypes import AS_STORED
+from shardwell_wire.errors import (
+    ConflictError,
+    CorruptDataError,
+    InvalidRequestError,
+    StepStateError,
+    UnitMismatchError,
+)
 from shardwell_wire.model.layout import Box, Parameter, UnitLayout
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, coordinator_pb2
@@ -133,11 +144,16 @@ class Reader:
     def __init__(self, wholes: dict[str, torch.Tensor]) -> None:
         self.wholes, self.reads = wholes, list[str]()
 
-    def read(self, unit: PlacedUnit) -> torch.Tensor:
+    def read(self, unit: PlacedUnit, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
         self.reads.append(unit.layout.unit)
         flat = torch.zeros(unit.layout.size_bytes, dtype=torch.uint8)
         for index, each in enumerate(unit.layout.parameters):
             unit.view(flat, index).copy_(self.wholes[each.name][each.box.slices])
+        if ranges is not None:
+            needed = torch.zeros_like(flat)
+            for start, stop in ranges:
+                needed[start:stop] = 1
+            flat[needed == 0] = 255
         return flat
 
 
@@ -159,6 +175,37 @@ def test_a_pinned_version_has_whole_tensors(layouts: list[UnitLayout]) -> None:
     got = dict(found.values())
     assert list(got) == ["bias", "scale", "w"] and all(torch.equal(got[name], wholes[name]) for name in wholes)
     assert reader.reads == ["u", *(layout.unit for layout in layouts)], "each unit is read once"
+
+
+@pytest.mark.parametrize("layouts", [ROWS, COLUMNS])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_and_changes_do_not_depend_on_the_parts(layouts: list[UnitLayout], dim: int) -> None:
+    found = pinned(layouts, Reader({"w": WHOLE}))
+    (stored,) = found.parameters
+    after = WHOLE.clone()
+    after[1, 2], after[4, 0], after[2, 4] = 7.0, 8.0, 9.0
+    units = {}
+    for part in stored.parts:
+        layout = part.unit.layout
+        if not layout.size_bytes:
+            units[layout.unit] = UnitChanges(part.unit, torch.empty(0), [])
+            continue
+        before, new = (Reader({"w": each}).read(part.unit).numpy().data for each in (WHOLE, after))
+        spans = spans_of(layout, layout.segments(0, layout.size_bytes), AS_STORED, 0)
+        pieces = shard_changes.encode(spans, before, new, 1 << 20)
+        changes = ShardChanges.decode(spans, b"".join(pieces or []), layout.size_bytes, layout.unit)
+        units[layout.unit] = UnitChanges(part.unit, torch.empty(0), [(0, layout.size_bytes, changes)])
+    for index in range(3):
+        ((_, value),) = found.values("w", slices={"w": (dim, index, 3)})
+        assert torch.equal(value, WHOLE.chunk(3, dim)[index])
+        ((_, region),) = found.choose("w", {"w": (dim, index, 3)})
+        change = find_change(stored, region, units)
+        if change is not None:
+            change.apply_to(value)
+        assert torch.equal(value, after.chunk(3, dim)[index])
+    check_result(stored, units, WHOLE, 1)
+    with pytest.raises(CorruptDataError, match="does not have the values of version 1"):
+        check_result(stored, units, WHOLE + 1, 1)
 
 
 def test_a_pinned_version_with_a_missing_part_is_refused() -> None:

@@ -291,7 +291,8 @@ class UnitShard:
         the version of the step stays readable: for a work item, or if there is memory ``for_readers``.
         """
         await self.prepare_update(update)
-        self._supersede()
+        self.encoded.supersede()
+        self.reader_copies.supersede()
         changes = self.changes_values(update)
         async with self.values.becoming(update.step + 1, changes=changes, hold=hold, for_readers=for_readers):
             await self.gradient.compute(partial(self.compute_update, update))
@@ -300,11 +301,6 @@ class UnitShard:
         self._end_step()
         self.updated_by_trainers = update.runs_on_trainers
         self.note_optimizer()
-
-    def _supersede(self) -> None:
-        self.encoded.supersede()
-        self.changes.supersede()
-        self.reader_copies.supersede()
 
     def _end_step(self) -> None:
         self.gradient.end_step()
@@ -338,7 +334,8 @@ class UnitShard:
 
     def begin_joint_update(self, version: int) -> None:
         """Begins to change the values in place: neither this nor the next version can be read."""
-        self._supersede()
+        self.encoded.supersede()
+        self.reader_copies.supersede()
         self.values.begin_unread(version)
 
     def save_joint_update(self, version: int) -> None:

@@ -95,11 +95,6 @@ class VersionChanges:
         """Ends one read of changes, or of a stream that was sent instead."""
         self._reader_copies.release(source)
 
-    def supersede(self) -> None:
-        """Marks all changes as those of an older version, because an update begins."""
-        for changes in filter(None, self._kept.values()):
-            changes[0].newest = False
-
     def discard(self) -> None:
         """Discards all changes. If they have readers, they become reader copies."""
         for pair in list(self._kept):
@@ -146,11 +141,11 @@ class VersionChanges:
                 pieces = await self._memory.in_thread(partial(_compute, spans, *buffers))
                 for side in sides:
                     side.check()
-            size_bytes, is_newest = sides[1].buffer.numel(), sides[1].newest
-        buffer = None if pieces is None else await copied(self._memory, pieces, size_bytes)
+            stream_bytes = buffers[1].numel()
+        buffer = None if pieces is None else await copied(self._memory, pieces, stream_bytes)
         if pieces is None or buffer is None:
             return None
-        return VersionBytes(buffer, source.version, newest=is_newest and source.newest), sum(map(len, pieces))
+        return VersionBytes(buffer, source.version, newest=False), sum(map(len, pieces))
 
 
 def _compute(spans: list[Span], before: torch.Tensor, after: torch.Tensor) -> list[bytes] | None:

@@ -1,0 +1,151 @@
+"""Gathers with ``since``: changes that a server computes once for all readers, and requests that it rejects."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from shardwell_server.shard.unit.encoded_versions import EncodedVersions
+from shardwell_server.shard.unit.values import Values
+from shardwell_wire.encoding import shard_changes
+from shardwell_wire.encoding.shard_changes import ShardChanges, spans_of
+from shardwell_wire.encoding.wire_dtypes import AS_STORED
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, VersionGoneError
+from shardwell_wire.v1 import common_pb2, shard_pb2
+from tests.support.shard_server import OneUnit, ShardServer, error_of, in_background, layout_of, pinned, train
+
+LAYOUT = layout_of(a=((40_003,), "float32"), b=((3, 7), "bfloat16"))
+BFLOAT16 = common_pb2.WIRE_DTYPE_BFLOAT16
+
+
+def gather(one: OneUnit, version: int, **fields: Any) -> tuple[shard_pb2.GatherHeader, bytes]:
+    request = one.gather_request(version, **fields)
+    messages = one.server.client.byte_response_stub("Gather")(request, timeout=20.0)
+    responses = [shard_pb2.GatherResponse.FromString(message) for message in messages]
+    return responses[0].header, b"".join(response.chunk.payload for response in responses)
+
+
+@pytest.fixture
+def one() -> Iterator[OneUnit]:
+    """A unit of which versions 0, 1 and 2 are pinned."""
+    with ShardServer() as server, ExitStack() as stack:
+        made, generator = OneUnit(server, LAYOUT), torch.Generator().manual_seed(2)
+        made.begin([torch.randn(each.shape, generator=generator).to(each.dtype) for each in made.zeros()])
+        for step in range(2):
+            stack.enter_context(pinned(made, step))
+            train(made, step, gradient=1e-4)
+        stack.enter_context(pinned(made, 2))
+        yield made
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the changes that the server has computed."""
+    sizes, real = list[int](), shard_changes.encode
+
+    def counted(*arguments: Any) -> list[bytes] | None:
+        pieces = real(*arguments)
+        sizes.append(sum(map(len, pieces or [])))
+        return pieces
+
+    monkeypatch.setattr(shard_changes, "encode", counted)
+    return sizes
+
+
+def test_changes_are_computed_once_and_are_exact(one: OneUnit, made: list[int]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: gather(one, 2, since=0, wire_dtype=BFLOAT16), range(8)))
+    assert len(made) == 1 and all(answer == answers[0] for answer in answers)
+    for version, since in ((2, 1), (1, 0), (2, 0), (2, 2)):
+        _, base = gather(one, since, wire_dtype=BFLOAT16)
+        _, stream = gather(one, version, wire_dtype=BFLOAT16)
+        header, data = gather(one, version, since=since, wire_dtype=BFLOAT16)
+        assert list(header.deltas.sizes_bytes) == [len(data)] and header.version == version
+        assert len(data) < 0.75 * len(stream)
+        spans = spans_of(LAYOUT, one.segments, BFLOAT16, one.start)
+        changes = ShardChanges.decode(spans, data, len(stream), "u")
+        words = torch.frombuffer(bytearray(base), dtype=torch.int16)
+        words[torch.from_numpy(changes.places)] = torch.from_numpy(changes.words.astype("<i2"))
+        assert words.numpy().tobytes() == stream
+        assert list(changes.checksums) == list(shard_changes.checksums_of(spans, stream))
+    assert len(made) == 4
+    one.server.evaluate(one.server.store.memory.unreserved.evict)
+    assert not one.shard.changes._kept
+
+
+def test_streams_are_sent_instead_of_larger_changes(one: OneUnit) -> None:
+    for wire_dtype in (AS_STORED, common_pb2.WIRE_DTYPE_INT8):
+        header, data = gather(one, 2, since=0, wire_dtype=wire_dtype)
+        assert not header.HasField("deltas") and data == gather(one, 2, wire_dtype=wire_dtype)[1]
+
+
+def test_few_pairs_are_kept(one: OneUnit, monkeypatch: pytest.MonkeyPatch, made: list[int]) -> None:
+    monkeypatch.setattr("shardwell_server.shard.unit.version_changes._MAX_PAIRS", 2)
+    before = one.server.unreserved_bytes()
+    for since in (0, 1, 2, 1, 2, 0):
+        gather(one, 2, since=since, wire_dtype=BFLOAT16)
+    assert len(made) == 4 and len(one.shard.changes._kept) == 2
+    one.server.evaluate(one.shard.changes.discard)
+    one.server.evaluate(one.shard.encoded.discard)
+    assert one.server.unreserved_bytes() <= before
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"since": 3}, InvalidRequestError, "since is 3 for version 2: expected an older version"),
+        ({"since": 1, "base": shard_pb2.StreamBase()}, InvalidRequestError, "with a base: expected"),
+        ({"since": 1, "ema": True}, InvalidRequestError, "leave wire_dtype and since unset"),
+        ({"since": 1, "stop_bytes": 4096}, NotFoundError, "for the whole shard only"),
+    ],
+)
+def test_malformed_requests_are_rejected(
+    one: OneUnit, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    found = error_of(lambda: gather(one, 2, **fields))
+    assert isinstance(found, error) and message in str(found)
+
+
+def test_a_version_that_is_gone() -> None:
+    with ShardServer() as server:
+        one = OneUnit(server, LAYOUT)
+        one.begin(one.zeros())
+        train(one, 0)
+        found = error_of(lambda: gather(one, 1, since=0))
+    assert isinstance(found, VersionGoneError) and "has been overwritten by version 1" in str(found)
+
+
+@pytest.mark.parametrize("fields", [{}, {"since": 0}], ids=["encoding", "changes"])
+def test_a_pinned_version_is_encoded_while_a_step_replaces_it(
+    one: OneUnit, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """Otherwise readers would be told that the version is gone, although the servers have it."""
+    started, go_on, real, move = (
+        threading.Event(),
+        threading.Event(),
+        EncodedVersions.compute_encode,
+        Values._move_readers,
+    )
+
+    def slow(self: EncodedVersions, *arguments: Any) -> None:
+        started.set()
+        assert go_on.wait(20.0)
+        real(self, *arguments)
+
+    async def move_and_go_on(self: Values, **options: Any) -> None:
+        await move(self, **options)
+        go_on.set()
+
+    monkeypatch.setattr(EncodedVersions, "compute_encode", slow)
+    monkeypatch.setattr(Values, "_move_readers", move_and_go_on)
+    answer = in_background(lambda: gather(one, 2, wire_dtype=BFLOAT16, **fields))
+    assert started.wait(20.0)
+    train(one, 2, gradient=1.0)
+    _, data = next(answer)
+    assert data == gather(one, 2, wire_dtype=BFLOAT16, **fields)[1] != gather(one, 3, wire_dtype=BFLOAT16)[1]
