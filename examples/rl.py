@@ -61,7 +61,7 @@ def train(options: argparse.Namespace) -> None:
     with shardwell.join(seed=0, keep_versions=MAX_LAG) as session:
         model = make_model()
         shardwell.auto_wrap(model, session)
-        optimizer = shardwell.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
         for step in session.steps(options.steps):
             for tokens, log_probs in step.batches(lambda step, dp_rank: wait_for_rollouts(options, step, dp_rank)):
                 grpo_loss(model, tokens, log_probs).backward()

@@ -6,11 +6,16 @@ Run by ``make test-engines``. vLLM's own checksums do not see the weights that i
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +23,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwell
+from shardwell.engines.vllm_server import VllmServer
 from shardwell.weights.pinned_version import PinnedVersion
-from shardwell_wire.errors import CorruptDataError, UsageError, VersionGoneError
+from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
 from tests.support.cluster import wait_in_sync, wait_until
+from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
@@ -129,9 +136,11 @@ def answers(llm: Any) -> list[list[int]]:
 
 
 @torch.no_grad()
-def expected(state: dict[str, torch.Tensor]) -> list[list[int]]:
+def expected(training: Training, version: int) -> list[list[int]]:
+    """Returns the answers of Transformers."""
+    wait_until(lambda: version in training.states, "the state")
     model = llama(0)
-    model.load_state_dict(state)
+    model.load_state_dict(training.states[version])
     found = []
     for prompt in PROMPTS:
         tokens = list(prompt)
@@ -146,9 +155,8 @@ def load(llm: Any, training: Training, reader: shardwell.Reader) -> int:
     from shardwell.engines.vllm import update
 
     update(llm, version := reader.version)
-    wait_until(lambda: version in training.states, "the state")
     assert llm.get_weight_version() == str(version)
-    assert answers(llm) == expected(training.states[version])
+    assert answers(llm) == expected(training, version)
     return version
 
 
@@ -160,6 +168,17 @@ def test_answers_are_those_of_the_stated_version(training: Any, llm: Any) -> Non
             seen.add(load(llm, run, reader))
             reader.wait_for(max(seen) + 1, 60.0)
     assert len(seen) == 20
+
+
+def test_code_of_the_page_runs(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    [code] = re.findall(
+        r'```python title="update_vllm.py"\n(.*?)^```', (ROOT / "docs/serving.md").read_text(), re.S | re.M
+    )
+    cluster, run = training
+    names = {"address": cluster.address, "token_file": cluster.token_file, "shardwell": shardwell, "llm": llm}
+    names["prompts"] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    exec(code.replace('"gpt"', repr(run.run_name)), names)
+    assert [span.version for span in names["answer"].weight_versions] == [llm.get_weight_version()]
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, unit: int, action: Any) -> None:
@@ -200,13 +219,22 @@ def test_failed_update_leaves_the_former_version(training: Any, llm: Any, monkey
 
 
 def test_shard_server_is_killed_during_a_transfer(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwell.engines.vllm import update
+
     cluster, run = training
     with shardwell.attach(cluster.address, run.run_name) as reader:
         for number in range(2):
             wait_in_sync(cluster.address, run.run_name)
+            version = load(llm, run, reader)
+            before = answers(llm)
             with monkeypatch.context() as patch:
                 fails_at(patch, 1, partial(os.kill, cluster.shards[number].pid, signal.SIGKILL))
-                load(llm, run, reader)
+                try:
+                    update(llm, newest := reader.version)
+                    assert answers(llm) == expected(run, newest)
+                except VersionGoneError:  # a server that was started again has versions from then on
+                    assert llm.get_weight_version() == str(version) and answers(llm) == before
+            load(llm, run, reader)
 
 
 def test_version_is_read_while_the_engine_serves(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +253,7 @@ def test_version_is_read_while_the_engine_serves(training: Any, llm: Any, monkey
         assert answers(llm) == before
         llm.finish_weight_update(str(newest))
         llm.reset_prefix_cache()
-        assert answers(llm) == expected(run.states[newest])
+        assert answers(llm) == expected(run, newest)
 
 
 def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,3 +269,83 @@ def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: p
                 update(llm, version)
         assert llm.get_weight_version() == str(version) and answers(llm) == before
         load(llm, run, reader)
+
+
+def served(url: str) -> tuple[int, list[list[int]]]:
+    """Returns answers of a server, and the version that served from the first to the last of them."""
+    while True:
+        before, found = VllmServer(url, {}).version(), []
+        for prompt in PROMPTS:
+            request = {"prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+            answer = VllmServer(url, {})._call("v1/completions", {**request, "return_token_ids": True})
+            found.append(answer["choices"][0]["token_ids"])
+        if VllmServer(url, {}).version() == before:
+            return before, found
+
+
+@pytest.fixture
+def server(training: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts a vLLM server at the same address."""
+    llama(1).save_pretrained(tmp_path / "model")
+    options = ["--skip-tokenizer-init", "--dtype=float32", "--enforce-eager", "--max-model-len=128", "--max-num-seqs=4"]
+    backend = '--weight-transfer-config={"backend": "shardwell"}'
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={tmp_path / 'model'}", *options]
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    started: list[subprocess.Popen[bytes]] = []
+    with (tmp_path / "log").open("wb") as log:
+
+        def start() -> subprocess.Popen[bytes]:
+            started.append(
+                subprocess.Popen(
+                    [*command, backend, "--port=18431"],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+            return started[-1]
+
+        try:
+            yield start
+        finally:
+            for process in started:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            print((tmp_path / "log").read_text()[-8000:])
+
+
+def test_killed_server_joins_again_in_one_update(training: Any, server: Any) -> None:
+    cluster, run = training
+    url = "http://127.0.0.1:18431"
+
+    def version() -> int:
+        with suppress(UnavailableError):
+            return VllmServer(url, {}).version()
+        return -2
+
+    process = server()
+    follow = ["-m", "shardwell.engines.vllm_server", "--run", run.run_name, "--address", cluster.address, url]
+    follower = subprocess.Popen([sys.executable, *follow, "--token-file", cluster.token_file, "--lead-s", "0.1"])
+    try:
+        wait_until(lambda: version() > 0, "the first update", timeout_s=240)
+        for _ in range(4):
+            newest, found = served(url)
+            assert found == expected(run, newest)
+            wait_until(lambda: version() > newest, "the next update", timeout_s=60)  # noqa: B023 (called at once)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        server()
+        wait_until(lambda: version() > newest, "an update of the server that was started again", timeout_s=240)
+        newest, found = served(url)
+        assert found == expected(run, newest)
+    finally:
+        follower.terminate()
+        follower.wait()

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from shardwell.engines.live_model import LiveAnswer, LiveModel
+from shardwell.engines.live_model import LiveModel
 from shardwell.weights.reader import Reader
-from shardwell.weights.weight_files import listed
+from shardwell.weights.weight_files import Rename, listed
 from shardwell_wire.errors import UsageError
 
-__all__ = ["LiveAnswer", "LiveModel", "load_weights", "register_vllm"]
+__all__ = ["LiveModel", "load_weights", "register_vllm"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ def load_weights(
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
     version: int | str | None = None,
     *,
-    rename: Callable[[str], str | None] | None = None,
+    rename: Rename | None = None,
 ) -> int:
     """Loads a version of a run into an engine that takes an iterator of names and tensors.
 

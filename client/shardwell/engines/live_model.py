@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwell.weights.reader import Reader
+from shardwell.weights.weight_files import Rename
 from shardwell_wire.errors import DeadlineError, ShardwellError, UsageError
 
 logger = logging.getLogger(__name__)
-
-
-class LiveAnswer(NamedTuple):
-    """What a model has computed, and the version of its weights."""
-
-    version: int
-    output: Any
 
 
 class LiveModel:
@@ -41,14 +35,7 @@ class LiveModel:
         cast: As in ``Reader.follow``.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        model: nn.Module,
-        *,
-        rename: Callable[[str], str | None] | None = None,
-        cast: bool = False,
-    ) -> None:
+    def __init__(self, reader: Reader, model: nn.Module, *, rename: Rename | None = None, cast: bool = False) -> None:
         self._reader, self._model, self._rename, self._cast = reader, model, rename, cast
         self._next, self._using = threading.Lock(), threading.Lock()
 
@@ -83,10 +70,10 @@ class LiveModel:
                 raise UsageError("the model has no weights of the run yet: call follow() first, or use following()")
             yield version
 
-    def generate(self, *arguments: Any, **options: Any) -> LiveAnswer:
-        """Returns ``model.generate(*arguments, **options)``, computed without gradients, with its version."""
+    def generate(self, *arguments: Any, **options: Any) -> tuple[int, Any]:
+        """Returns the version and ``model.generate(*arguments, **options)``, computed without gradients."""
         with self.use() as version, torch.no_grad():
-            return LiveAnswer(version, self._model.generate(*arguments, **options))  # type: ignore[operator]
+            return (version, self._model.generate(*arguments, **options))  # type: ignore[operator]
 
     @contextmanager
     def following(self, *, pause_s: float = 1.0) -> Iterator[None]:
@@ -111,14 +98,8 @@ class LiveModel:
     def _follow_until(self, stop: threading.Event, pause_s: float) -> None:
         while not stop.is_set():
             try:
-                self._reader.wait_for(self.version + 1, pause_s)
-            except DeadlineError:
-                pass  # a rollback may have replaced the version all the same
-            except ShardwellError as error:
-                logger.warning("the model stays at version %d: %s", self.version, error)
-                stop.wait(pause_s)
-                continue
-            try:
+                with suppress(DeadlineError):  # a rollback may have replaced the version all the same
+                    self._reader.wait_for(self.version + 1, pause_s)
                 self.follow()
             except ShardwellError as error:
                 logger.warning("the model stays at version %d: %s", self.version, error)

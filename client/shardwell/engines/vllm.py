@@ -46,8 +46,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     version: int
     background: bool = False
-    """Whether the call returns at once, and the engine goes on serving while the version is read. A second call without
-    it waits for the rest."""
+    """Whether the call only starts to read, and returns. The engine serves until a second call waits for the rest."""
 
 
 class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -79,16 +78,20 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))  # the base class also waits for an accelerator
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        version, failure = update_info.version, None
-        if self._attached and (self._reading is None or self._reading[0] != version):
+        version, failure, self._read = update_info.version, None, None
+        if self._reading and (
+            self._reading[0] != version or (self._reading[1].done() and self._reading[1].exception())
+        ):
+            self._reading = None
+        if self._attached and self._reading is None:
             self._reading = version, self._pool.submit(self._read_version, version)
         if update_info.background:
             return
         try:
             if self._reading is None:
                 raise StepStateError("the engine is not attached to a run: call init_weight_transfer_engine first")
-            self._read = self._reading[1].result()
-            refuse_other_model(self._read, self.model_config.hf_config)
+            read = self._reading[1].result()
+            refuse_other_model(read, self.model_config.hf_config)
         except Exception as error:
             logger.error("version %d was not loaded: %s", version, error)
             failure = error
@@ -97,10 +100,10 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         groups = get_tp_group(), get_pp_group()
         for group in groups:  # the sums of rows, then of columns: all workers of the engine
             torch.distributed.all_reduce(failed, group=group.cpu_group)
-        if failed.item():
-            self._read = None
-            if all(group.is_last_rank for group in groups):
-                raise failure or UnavailableError(f"another worker did not load version {version}: its log says why")
+        if not failed.item():
+            self._read = read
+        elif all(group.is_last_rank for group in groups):
+            raise failure or UnavailableError(f"another worker did not load version {version}: its log says why")
 
     def _read_version(self, version: int) -> dict[str, torch.Tensor]:
         if self._reader is None:
@@ -110,7 +113,7 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         if self._read is None:
-            return  # the update has failed, or the version is being read in the background
+            return  # the update has failed, or has only started to read
         read, self._read = self._read, None
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(read.items()))

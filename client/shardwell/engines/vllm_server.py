@@ -30,8 +30,8 @@ class VllmServer:
 
     Args:
         url: Address of the server, such as ``http://localhost:8000``.
-        attached: Arguments of ``shardwell.attach`` for the workers of the server: ``address``, ``run``, ``token_file``
-            and so on. Paths are those of the server's host.
+        attached: Arguments of ``shardwell.attach`` for the server's workers, such as ``address``, ``run`` and a
+            ``token_file`` of the server's host.
         timeout_s: Deadline of each request in seconds.
     """
 
@@ -62,15 +62,19 @@ class VllmServer:
         except UnavailableError:  # perhaps an update whose caller was killed is still open
             if self._call("get_world_size")["world_size"] > 1:
                 raise  # vLLM then takes old replies of its workers for new ones: it has to be started again
+        reads, loads = ({"update_info": {"version": version, "background": each}} for each in (True, False))
         try:
             if lead_s > 0:
-                self._call("update_weights", {"update_info": {"version": version, "background": True}})
+                self._call("update_weights", reads)
                 time.sleep(lead_s)
             self._call("pause?mode=wait", {})
-            self._call("update_weights", {"update_info": {"version": version}})
+            self._call("update_weights", loads)
         except UnavailableError:
-            with suppress(UnavailableError):  # ends the update in the workers that did not raise
-                self._call("finish_weight_update", {})
+            # Ends the update in the workers that did not raise, so that they load nothing, also if only the reply of
+            # the call above was lost.
+            for path, body in (("update_weights", reads), ("finish_weight_update", {})):
+                with suppress(UnavailableError):
+                    self._call(path, body)
             raise
         else:
             self._call("finish_weight_update", {"weight_version": str(version)})
@@ -84,9 +88,7 @@ class VllmServer:
             with urlopen(request, timeout=self._timeout_s) as answer:
                 return json.load(answer)
         except (OSError, HTTPException) as error:
-            raise UnavailableError(
-                f"{self.url}/{path} failed: {error}. The log of the server has the reason, if it runs"
-            ) from error
+            raise UnavailableError(f"{self.url}/{path} failed: {error}. The server's log has the reason") from error
 
 
 def follow(reader: Reader, servers: Sequence[VllmServer], *, lead_s: float = 0.0, pause_s: float = 1.0) -> NoReturn:
@@ -103,19 +105,22 @@ def follow(reader: Reader, servers: Sequence[VllmServer], *, lead_s: float = 0.0
     while True:
         try:
             newest = reader.version
+            for server in servers:
+                _update(server, newest, lead_s)
+            with suppress(DeadlineError):
+                reader.wait_for(newest + 1, pause_s)
         except ShardwellError as error:
             logger.warning("the servers keep their versions: %s", error)
             time.sleep(pause_s)
-            continue
-        for server in servers:
-            try:
-                if server.version() != newest:
-                    server.update(newest, lead_s=lead_s)
-                    logger.info("%s serves version %d", server.url, newest)
-            except UnavailableError as error:
-                logger.warning("the server keeps its version: %s", error)
-        with suppress(DeadlineError, UnavailableError):
-            reader.wait_for(newest + 1, pause_s)
+
+
+def _update(server: VllmServer, version: int, lead_s: float) -> None:
+    try:
+        if server.version() != version:
+            server.update(version, lead_s=lead_s)
+            logger.info("%s serves version %d", server.url, version)
+    except UnavailableError as error:
+        logger.warning("the server keeps its version: %s", error)
 
 
 def main() -> NoReturn:
@@ -125,14 +130,12 @@ def main() -> NoReturn:
     parser.add_argument("--address", help="coordinator (default: SHARDWELL_ADDRESS)")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--token-file", help="file with a reader's token, here and on the servers' hosts")
-    parser.add_argument("--gather-dtype", default="float32", help="dtype in which float32 weights travel")
     parser.add_argument("--lead-s", type=float, default=0.0, help="seconds in which a server reads and still serves")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     address = options.address or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
     attached = {"address": address, "run": options.run, "token_file": options.token_file}
     with attach(**attached) as reader:
-        attached["gather_dtype"] = options.gather_dtype
         follow(reader, [VllmServer(url, attached) for url in options.servers], lead_s=options.lead_s)
 
 
