@@ -11,14 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
+from torch.nn.utils.parametrize import remove_parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwell
 from shardwell import UsageError
-from shardwell.wrapping.auto_wrap import auto_wrap
+from shardwell.wrapping.auto_wrap import auto_wrap, unwrap
 from shardwell_wire.errors import NonFiniteError
 from shardwell_wire.model.layout import ITEM_SIZES
-from tests.support.module_parity import Pair, Sharded, wrap_whole
+from tests.support.in_memory_store import fused_adamw
+from tests.support.module_parity import Pair, Sharded, wrap_children, wrap_whole
 
 DTYPES = [getattr(torch, name) for name in ITEM_SIZES if name != "complex128"]  # which safetensors files do not support
 
@@ -191,3 +194,60 @@ def test_parameters_that_cannot_be_stored_may_be_ignored() -> None:
     with pytest.raises(UsageError, match=r"'CodedLayer-0.weight' is a TwoTensor.*ignored_params"):
         Sharded(model, wrap_whole)
     Sharded(model, lambda model, session: shardwell.fully_shard(model, session, ignored_params=[model.weight]))
+
+
+class Scaled(torch.Tensor):
+    """A tensor of codes and a scale, as those of torchao."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return Scaled(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].codes, args[0].scale)
+        return func(*(each.codes * each.scale if isinstance(each, Scaled) else each for each in args), **(kwargs or {}))
+
+
+def _scaled_layers() -> Any:
+    """Returns a trained layer before a layer with a frozen weight of two tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7, bias=False))
+    codes = torch.arange(49, dtype=torch.int8).view(7, 7)
+    model[1].weight = nn.Parameter(Scaled(codes, torch.rand(7, 1)), requires_grad=False)
+    return model
+
+
+def test_parts_of_a_tensor_subclass_are_sharded_as_its_error_advises() -> None:
+    plain, model = _scaled_layers(), _scaled_layers()
+    with pytest.raises(UsageError, match=r"'Sequential-0.1.weight' is a Scaled.*freeze it, and call torch._functorch"):
+        Sharded(model, wrap_whole)
+    unwrap_tensor_subclass_parameters(model)
+    sharded = Sharded(model, wrap_children)
+    optimizer = fused_adamw(plain[0].parameters())
+    for number in range(2):
+        losses = [_loss(each, number) for each in (plain, model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sharded.step()
+    assert sharded.state()["1.parametrizations.weight.original0"].dtype is torch.int8
+    unwrap(model)
+    remove_parametrizations(model[1], "weight")
+    assert isinstance(model[1].weight, Scaled)
+    assert torch.equal(_loss(model, 0), _loss(plain, 0))

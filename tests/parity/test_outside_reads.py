@@ -190,11 +190,19 @@ def test_models_of_transformers(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rwkv_is_evaluated_as_its_error_advises() -> None:
+def test_rwkv_is_evaluated_without_rescaling() -> None:
     torch.manual_seed(0)
     plain: Any = MODELS["rwkv"]().eval()
-    model: Any = Sharded(copy.deepcopy(plain), auto_wrap).model
+    wrapped: Any = Sharded(copy.deepcopy(plain), auto_wrap).model
+    by_hand: Any = Sharded(copy.deepcopy(plain), _wrap_rwkv_blocks).model
     with pytest.raises(FreedParameterError, match=r"set model\.config\.rescale_every = 0"):
-        model(input_ids=TOKENS)
-    plain.config.rescale_every = model.config.rescale_every = 0
-    assert torch.equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits)
+        by_hand(input_ids=TOKENS)
+    plain.config.rescale_every = by_hand.config.rescale_every = 0
+    for model in (wrapped, by_hand):
+        assert torch.equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits)
+
+
+def _wrap_rwkv_blocks(model: Any, session: Any) -> None:
+    for block in model.rwkv.blocks:
+        fully_shard(block, session)
+    fully_shard(model, session)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file
+from torch import nn
 
 import shardwell
 from shardwell.wrapping.auto_wrap import auto_wrap
@@ -30,9 +31,7 @@ MULTITASK = {"multitask_prompt_tuning", "poly"}
 LEFT_OUT = {
     "adamss": "needs scikit-learn",
     "cpt": "writes its parameter in each forward: see below",
-    "shadow": "does not run with LlamaAttention",
-    "supertuning": "has no trainable entry in so small a model",
-    "xlora": "mixes adapters that were saved before",
+    "xlora": "mixes adapters that were saved before: see below",
 }
 
 
@@ -59,7 +58,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "p_tuning": {"encoder_hidden_size": 8},
     "poly": {"n_tasks": 2, "n_skills": 2, "n_splits": 1},
     "road": {"group_size": 4},
+    "shadow": {"target_modules": None},
     "shira": {"r": 1},
+    "supertuning": {"sparsity": 0.5},
     "trainable_tokens": {"target_modules": ["embed_tokens"], "token_indices": [1, 2]},
     "vblora": {"num_vectors": 4, "vector_length": 4, "topk": 2},
     "waveft": {"n_frequency": 4},
@@ -78,11 +79,10 @@ METHODS = {
 }
 
 
-def _model(config: Callable[[], peft.PeftConfig], **options: Any) -> Any:
+def _model(config: Callable[[], peft.PeftConfig], *, use_cache: bool = True, **options: Any) -> Any:
     torch.manual_seed(0)
-    llama = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = transformers.LlamaConfig(vocab_size=32, use_cache=use_cache, **sizes)
     return peft.get_peft_model(transformers.LlamaForCausalLM(llama), config(), **options).train()
 
 
@@ -140,6 +140,19 @@ def test_method_that_writes_its_parameters_is_refused() -> None:
     sharded = Sharded(_model(config), auto_wrap)
     with pytest.raises(UsageError, match=r"delta_embedding.weight.*written in place"):
         sharded.model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+
+
+def test_saved_adapters_are_mixed(tmp_path: Path) -> None:
+    adapters = {name: str(tmp_path / name) for name in ("0", "1")}
+    for folder in adapters.values():
+        saved = _model(METHODS["lora"])
+        for parameter in saved.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter)
+        saved.save_pretrained(folder)
+    config = _config("xlora", hidden_size=8, xlora_depth=1, adapters=adapters)
+    plain, sharded = (_model(config, use_cache=False) for _ in range(2))
+    _train(plain, Sharded(sharded, auto_wrap))
 
 
 def test_one_of_two_adapters_is_trained() -> None:

@@ -142,8 +142,10 @@ def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_
             )
         if is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "placements"):
             raise UsageError(
-                f"parameter {name!r} is a {type(parameter).__name__}, whose values are in several tensors: pass it to "
-                "fully_shard as one of ignored_params, which keeps it in this trainer",
+                f"parameter {name!r} is a {type(parameter).__name__}, whose values are in several tensors: freeze it, "
+                "and call torch._functorch._aot_autograd.subclass_parametrization.unwrap_tensor_subclass_parameters("
+                "model) before fully_shard, which makes them parameters of their own; or pass it to fully_shard as one "
+                "of ignored_params, which keeps it in this trainer",
                 parameter=name,
             )
         if parameter.requires_grad and str(parameter.dtype).removeprefix("torch.") not in PARAMETER_ITEM_SIZES:

@@ -41,7 +41,7 @@ from shardwell.step.step_state import WorkItemState
 from shardwell.store.item_pushes import ItemPushes
 from shardwell.store.run_units import ShardMappings, UnitDeclarations
 from shardwell_wire.encoding import chunk_streams
-from shardwell_wire.errors import UsageError, VersionGoneError
+from shardwell_wire.errors import StepStateError, UsageError, VersionGoneError
 from shardwell_wire.model.layout import ITEM_SIZES, Parameter, Segment, UnitLayout
 from shardwell_wire.v1 import coordinator_pb2, initialization_pb2
 
@@ -313,7 +313,10 @@ class RemoteBuffers:
     def find(self, name: str) -> UnitLayout | None:
         """Returns the layout of a unit of the run. None: the run has no such unit."""
         request = coordinator_pb2.DescribeWeightsRequest(run=self._membership.run)
-        units = self._membership.call("DescribeWeights", request).units
+        try:
+            units = self._membership.call("DescribeWeights", request).units
+        except StepStateError:  # new units are being filled from a checkpoint, which has no such unit
+            return None
         return next((UnitLayout.from_proto(unit.spec) for unit in units if unit.spec.name == name), None)
 
     def push(

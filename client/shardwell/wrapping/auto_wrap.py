@@ -177,6 +177,11 @@ def auto_wrap(
     shard_modules([model], session.units, name=root, prefixes=[prefix], **options)
     if saving is not None:
         wrap_activations([module for unit in chosen for module in unit.modules.values()], saving)
+    for part in model.modules():
+        if hasattr(part, "layers_are_rescaled"):
+            # RWKV of Transformers divides weights in place when it is evaluated, so that float16 does not overflow.
+            # Such writes would be lost. Its results are now those with `config.rescale_every = 0`.
+            vars(part)["_rescale_layers"] = lambda: None
     return model
 
 
