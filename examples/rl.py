@@ -226,8 +226,9 @@ def wait_until(condition: Callable[[], bool], processes: dict[str, TrainerProces
 def main() -> int:
     parser = argparse.ArgumentParser(description="Teaches a small transformer to sort digits.")
     parser.add_argument("--steps", type=int, default=120, help="steps of each of the two runs (default: 120)")
-    for hidden in ("--role", "--folder", "--replay"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--replay", help=argparse.SUPPRESS)
     parser.add_argument("--dp-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 6:
