@@ -517,13 +517,12 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
     "optimizer: clipping with the parameters": (
         lambda at: at.optimizer.clip_grad_norm_(at.model.parameters(), 1.0),
         UsageError,
-        r"expected the largest norm, a positive number\. The optimizer knows its parameters: optimizer\."
-        r"clip_grad_norm_\(1\.0\)$",
+        r"expected the largest norm, a positive number, and no parameters: optimizer\.clip_grad_norm_\(1\.0\)$",
     ),
     "optimizer: clipping values with the parameters": (
         lambda at: at.optimizer.clip_grad_value_(at.model.parameters(), 1.0),
         UsageError,
-        r"expected a positive number\. The optimizer knows its parameters: optimizer\.clip_grad_value_\(0\.5\)$",
+        r"expected a positive number, and no parameters: optimizer\.clip_grad_value_\(0\.5\)$",
     ),
     "optimizer: clipping before the backward": (
         clipped_too_early,

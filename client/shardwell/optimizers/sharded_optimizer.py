@@ -225,8 +225,8 @@ class ShardedOptimizer(Optimizer):
             raise UsageError("clip_grad_norm_(error_if_nonfinite=False): a non-finite gradient is never committed")
         if not isinstance(max_norm, SupportsFloat) or not max_norm > 0:
             raise UsageError(
-                f"clip_grad_norm_({max_norm!r}): expected the largest norm, a positive number. The optimizer knows its "
-                "parameters: optimizer.clip_grad_norm_(1.0)"
+                f"clip_grad_norm_({max_norm!r}): expected the largest norm, a positive number, and no parameters: "
+                "optimizer.clip_grad_norm_(1.0)"
             )
         scaling = self._scaling()
         try:
@@ -259,7 +259,7 @@ class ShardedOptimizer(Optimizer):
         self._refuse_if_combined("clip_grad_value_")
         if not isinstance(clip_value, SupportsFloat) or not float(clip_value) > 0:
             raise UsageError(
-                f"clip_grad_value_({clip_value!r}): expected a positive number. The optimizer knows its parameters: "
+                f"clip_grad_value_({clip_value!r}): expected a positive number, and no parameters: "
                 "optimizer.clip_grad_value_(0.5)"
             )
         scaling = self._scaling()
