@@ -3,7 +3,8 @@
 Run ``python -m benchmarks.readers``. docs/readers.md explains the results.
 
 Every parameter starts at 0, and every step subtracts exactly 1, so all values of version v are -v. The trainer also
-computes matrix products, as long as ``--compute-ms``. Phases with and without readers alternate.
+computes matrix products, as long as ``--compute-ms``. Phases with and without readers alternate. The time of a read is
+compared with that of a copy of the same bytes in the same process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -23,6 +24,8 @@ from torch import nn
 import shardwell
 from benchmarks import report
 from benchmarks.report import Report, ratio, spread, summarize
+from benchmarks.sampling import cpu_seconds, wait_until_quiet
+from shardwell_wire.errors import DeadlineError
 
 RUN = "readers"
 
@@ -59,15 +62,55 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.train(2)
         readers = [stack.enter_context(reader(cluster.address, arguments)) for _ in range(arguments.readers)]
         alone, together = list[float](), list[float]()
+        servers = [server.pid for server in (cluster.coordinator, *cluster.shards)]
+        cpu = {phase: {"trainer": 0.0, "servers": 0.0} for phase in ("alone", "together")}
+
+        @contextmanager
+        def counted(phase: str) -> Iterator[None]:
+            wait_until_quiet(servers)
+            before = cpu_seconds([os.getpid()]), cpu_seconds(servers)
+            yield
+            wait_until_quiet(servers)
+            cpu[phase]["trainer"] += cpu_seconds([os.getpid()]) - before[0]
+            cpu[phase]["servers"] += cpu_seconds(servers) - before[1]
+
+        copies = measure_read(cluster.address, arguments.reads)
         while len(together) < arguments.rounds * arguments.steps or sum(map(count, readers)) < arguments.gathers:
-            alone += trainer.train(arguments.steps)
+            with counted("alone"):
+                alone += trainer.train(arguments.steps)
             for process in readers:
                 send(process, "go")
-            together += trainer.train(arguments.steps)
+            with counted("together"):
+                together += trainer.train(arguments.steps)
             for process in readers:
                 send(process, "pause")
             print(f"{len(together)} steps, {sum(map(count, readers))} gathers, no mixture", flush=True)
-        write_report(arguments, alone, together, gathers=sum(map(count, readers)))
+        write_report(arguments, alone, together, cpu, copies, gathers=sum(map(count, readers)))
+
+
+def measure_read(address: str, rounds: int) -> dict[str, list[float]]:
+    """Measures reads of the newest version in this process.
+
+    Returns:
+        Seconds of each round: until the version is pinned, of a read of all units into fresh memory with it, and of a
+        copy of the same bytes into fresh memory.
+    """
+    seconds: dict[str, list[float]] = {"pin": [], "pin and read": [], "copy": []}
+    with shardwell.attach(address, run=RUN) as source:
+        for number in range(rounds + 1):
+            started = time.perf_counter()
+            with source.pin() as pinned:
+                pinned_s = time.perf_counter() - started
+                units = {part.unit.layout.unit: part.unit for stored in pinned.parameters for part in stored.parts}
+                read = [pinned.read(unit) for unit in units.values()]
+                read_s, started = time.perf_counter() - started, time.perf_counter()
+            copies = [flat.clone() for flat in read]
+            copy_s = time.perf_counter() - started
+            assert len(copies) == len(read)
+            for name, value in zip(seconds, (pinned_s, read_s, copy_s), strict=True):
+                seconds[name] += [value] if number else []  # the first read opens the connections
+            del read, copies
+    return seconds
 
 
 class Trainer:
@@ -112,6 +155,7 @@ def reader(address: str, arguments: argparse.Namespace) -> Iterator[subprocess.P
         address,
         "--interval-s",
         str(arguments.interval_s),
+        *(["--every-version"] if arguments.every_version else []),
     ]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -142,7 +186,7 @@ def count(process: subprocess.Popen[str]) -> int:
 def read(arguments: argparse.Namespace) -> None:
     """Reads until the parent ends: pins the newest version, gathers every unit, and compares every value."""
     os.set_blocking(sys.stdin.fileno(), False)
-    gathers, active = 0, False
+    gathers, active, version = 0, False, -1
     with shardwell.attach(arguments.reader, run=RUN) as source:
         while True:
             if word := sys.stdin.readline():
@@ -152,27 +196,60 @@ def read(arguments: argparse.Namespace) -> None:
                 time.sleep(0.005)
                 continue
             started = time.monotonic()
+            try:
+                if arguments.every_version:
+                    source.wait_for(version + 1, 1.0)
+            except DeadlineError:
+                continue
             with source.pin() as pinned:
+                version = pinned.version
                 for part in (part for stored in pinned.parameters for part in stored.parts):
                     values = part.unit.view(pinned.read(part.unit), part.index)
                     if not bool((values == -pinned.version).all()):
                         sys.exit(f"version {pinned.version}: values from {values.min()} to {values.max()}")
                     gathers += 1
-            time.sleep(max(0.0, started + arguments.interval_s - time.monotonic()))
+            if not arguments.every_version:
+                time.sleep(max(0.0, started + arguments.interval_s - time.monotonic()))
 
 
 def write_report(
-    arguments: argparse.Namespace, alone: Sequence[float], together: Sequence[float], *, gathers: int
+    arguments: argparse.Namespace,
+    alone: Sequence[float],
+    together: Sequence[float],
+    cpu: Mapping[str, Mapping[str, float]],
+    copies: Mapping[str, Sequence[float]],
+    *,
+    gathers: int,
 ) -> None:
     """Writes the results."""
     rows = [
-        [name, spread(summary.scaled(1000), ".1f"), ratio(summary, summarize(alone))]
-        for name, summary in (("no readers", summarize(alone)), (f"{arguments.readers} readers", summarize(together)))
+        [
+            name,
+            spread(summarize(seconds).scaled(1000), ".1f"),
+            ratio(summarize(seconds), summarize(alone)),
+            *(f"{used / len(seconds) * 1000:.1f}" for used in cpu[phase].values()),
+        ]
+        for name, phase, seconds in (
+            ("no readers", "alone", alone),
+            (f"{arguments.readers} readers", "together", together),
+        )
     ]
-    table = report.to_table(["", "ms per step", "ratio"], rows)
+    table = report.to_table(["", "ms per step", "ratio", "CPU ms per step: trainer", "servers"], rows)
+    size = f"{arguments.units * arguments.unit_kilobytes / 1024:.0f} MiB in fresh memory"
+    reads = [[name, spread(summarize(seconds).scaled(1000), ".1f")] for name, seconds in copies.items()]
     Report(arguments, title="Readers of a run that trains").write(
-        results={"alone_s": list(alone), "together_s": list(together), "gathers": gathers},
-        sections=[table, f"{gathers} gathers of units, each of exactly one version."],
+        results={
+            "alone_s": list(alone),
+            "together_s": list(together),
+            "cpu_s": cpu,
+            "reads": copies,
+            "gathers": gathers,
+        },
+        sections=[
+            table,
+            report.to_table([size, "ms"], reads),
+            f"{gathers} gathers of units, each of exactly one version.",
+        ],
     )
 
 
@@ -183,6 +260,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--unit-kilobytes", type=int, default=2048, help="size of a unit")
     parser.add_argument("--compute-ms", type=float, default=200.0, help="computing time of a step")
     parser.add_argument("--interval-s", type=float, default=1.0, help="seconds between two versions of a reader")
+    parser.add_argument("--every-version", action="store_true", help="readers read each version as soon as it exists")
+    parser.add_argument("--reads", type=int, default=5, help="reads that are compared with copies")
     parser.add_argument("--steps", type=int, default=20, help="steps of a phase")
     parser.add_argument("--rounds", type=int, default=3, help="phases of each kind, at least")
     parser.add_argument("--gathers", type=int, default=0, help="gathers of all readers together, at least")

@@ -85,6 +85,7 @@ def reads_of(path: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(120 + 5 * KILLS)
 def test_every_read_is_one_version_as_it_was_trained(tmp_path: Path) -> None:
     rng, kills = random.Random(0), {"server": 0, "coordinator": 0, "reader": 0}
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster:

@@ -217,9 +217,9 @@ class Values:
 
         Args:
             live: The values.
-            held: Files of older versions.
             version: Their version. If the file does not show it, the update to the next version was interrupted: no
                 version is readable until that update is repeated.
+            held: Files of older versions.
         """
         assert self.live is None and live.file is not None
         self.live, self.version, self.changed_version = live, version, version
