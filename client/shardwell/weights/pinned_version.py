@@ -235,7 +235,7 @@ class PinnedVersion:
 
         Raises:
             UsageError: A tensor of the run is missing or has another shape, or a pattern matches nothing.
-            CorruptDataError: A tensor does not have the values of the older version. Nothing was written.
+            CorruptDataError: A result is not that of this version, so a tensor has other values. Nothing was written.
             VersionGoneError: As ``changes``. Nothing was written.
             UnavailableError: As ``changes``. Nothing was written.
         """
