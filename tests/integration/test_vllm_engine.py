@@ -119,10 +119,14 @@ def llm(training: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         max_num_seqs=4,
         weight_transfer_config={"backend": "shardwell"},
     )
-    attached = {"address": cluster.address, "run": run.run_name, "token_file": cluster.token_file}
-    engine.init_weight_transfer_engine({"init_info": attached})
+    attach(engine, cluster, run)
     yield engine
     engine.shutdown_weight_transfer_engine()
+
+
+def attach(llm: Any, cluster: shardwell.LocalCluster, training: Training) -> None:
+    init_info = {"address": cluster.address, "run": training.run_name, "token_file": cluster.token_file}
+    llm.init_weight_transfer_engine({"init_info": init_info})
 
 
 def answers(llm: Any) -> list[list[int]]:
@@ -263,6 +267,7 @@ def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: p
     with shardwell.attach(cluster.address, run.run_name) as reader:
         version = load(llm, run, reader)
         before = answers(llm)
+        attach(llm, cluster, run)
         with monkeypatch.context() as patch:
             patch.setattr(shardwell.Reader, "read", lambda self, version: (version, {"head.weight": torch.zeros(2)}))
             with pytest.raises(UsageError, match=r"has no 'head.weight' .* lacks 'model.embed_tokens.weight'"):

@@ -63,6 +63,8 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
     _attached: InitInfo | None = None
     _reader: Reader | None = None
+    _fits = False
+    """Whether the run has trained the engine's model."""
     _reading: tuple[int, Future[dict[str, torch.Tensor]]] | None = None
     _read: dict[str, torch.Tensor] | None = None
     """A version that every worker has read, and that ``finish_weight_update`` loads."""
@@ -91,7 +93,6 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._reading is None:
                 raise StepStateError("the engine is not attached to a run: call init_weight_transfer_engine first")
             read = self._reading[1].result()
-            refuse_other_model(read, self.model_config.hf_config)
         except Exception as error:
             logger.error("version %d was not loaded: %s", version, error)
             failure = error
@@ -109,7 +110,11 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._reader is None:
             assert self._attached is not None
             self._reader = attach(**asdict(self._attached))
-        return self._reader.read(version)[1]
+        read = self._reader.read(version)[1]
+        if not self._fits:
+            refuse_other_model(read, self.model_config.hf_config)
+            self._fits = True
+        return read
 
     def finish_weight_update(self) -> None:
         if self._read is None:
@@ -127,6 +132,7 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._reader is not None:
             self._reader.close()
         self._attached = self._reader = self._reading = self._read = None
+        self._fits = False
 
 
 def update(llm: LLM, version: int) -> None:
