@@ -276,10 +276,14 @@ def loss(model: nn.Module, number: int) -> torch.Tensor:
     return model(torch.randn(4, 17, generator=torch.Generator().manual_seed(number))).square().mean()
 
 
-def take_step(session: shardwell.Session, model: nn.Module, optimizer: Any, at: shardwell.Step) -> None:
-    """Computes and commits a step."""
+def take_step(
+    session: shardwell.Session, model: nn.Module, optimizer: Any, at: shardwell.Step, *, withdraws: bool = False
+) -> None:
+    """Computes and commits a step, with its gradients or without them."""
     for _ in at.batches(lambda *_: 0):
         loss(model, at.number).backward()
+    if withdraws:
+        optimizer.zero_grad()
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     optimizer.zero_grad()
@@ -298,10 +302,6 @@ def train(cluster: Cluster, folder: Path) -> object:
         for step in session.steps(STEPS):
             membership.ask()
             match step.number:
-                case 1:
-                    for _ in step.batches(lambda *_: 0):
-                        loss(model, 7).backward()
-                    optimizer.zero_grad()  # withdraws the gradients
                 case 2:
                     cluster.restart_items()
                 case 3:
@@ -310,7 +310,7 @@ def train(cluster: Cluster, folder: Path) -> object:
                     membership.call("SaveCheckpoint", coordinator_pb2.SaveCheckpointRequest(run="gpt"))
                     # No rpc of this thread meanwhile: those of two threads do not share a call connection.
                     wait_until(lambda: has_ended(session.store.residuals._thread), "residuals in the checkpoint")
-            take_step(session, model, optimizer, step)
+            take_step(session, model, optimizer, step, withdraws=step.number == 1)
         membership.call("DescribeRun", coordinator_pb2.DescribeRunRequest(run="gpt"))
         membership.list_units()
         session.explain_stall()
