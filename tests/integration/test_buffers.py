@@ -243,6 +243,43 @@ def test_observers_keep_their_shapes(cluster: shardwell.LocalCluster, run_name: 
         assert state_hash(_train_quantized(session, 4)) == expected[4]
 
 
+class Counted(nn.Module):
+    """Gives a buffer its shape in the first forward, and registers another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("low", torch.zeros(0))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "count"):
+            self.low = torch.full((3,), -1.0)
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.count += 1
+        return self.linear(batch)
+
+
+def test_buffers_of_the_first_step_have_names_in_the_model(
+    cluster: shardwell.LocalCluster, run_name: str, tmp_path: Path
+) -> None:
+    with join(cluster, run_name, dp=1, checkpoint_dir=str(tmp_path)) as session:
+        model = nn.Sequential(Counted(), nn.Linear(4, 2))
+        shardwell.fully_shard(model[0], session)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=LR)
+        for step in session.steps(2):
+            for item in step.batches(lambda step, rank: torch.ones(1, 4)):
+                model(item).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoint = shardwell.open_checkpoint(session.save_checkpoint(wait=True))
+        with shardwell.attach(cluster.address, run=run_name) as reader:
+            _, live = reader.read()
+        for state in (live, checkpoint.state_dict(), shardwell.full_state_dict(model)):
+            assert {"0.low", "0.count"} < state.keys() and state["0.low"].tolist() == [-1.0] * 3
+            assert state["0.count"].item() == 2
+
+
 def test_sync_batch_norm_is_rejected_with_several_data_ranks(cluster: shardwell.LocalCluster, run_name: str) -> None:
     def synced() -> nn.Module:
         return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))

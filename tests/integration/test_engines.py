@@ -92,7 +92,7 @@ def test_new_weights_wait_for_the_request_that_is_computed(training: Training, r
     training.wait_for(first + 2)
     update = threading.Thread(target=live.follow)
     update.start()
-    wait_until(live._next.locked, "the update")
+    wait_until(live._using._next.locked, "the update")
     assert live.version == first
     model.go_on.set()
     request.join(60)

@@ -268,7 +268,7 @@ FUNCTION = r"step\.batches takes a function \(step, dp_rank\) -> batch, a DataLo
 NO_STEP = (
     r"Call it in every step, on an optimizer of the sharded model, such as shardwell\.optim\.AdamW\(model\.parameters"
     r"\(\)\)\. To skip the gradient of a batch call optimizer\.zero_grad\(\) and then optimizer\.step\(\)\. To "
-    r"accumulate the gradients of several batches, let step\.batches yield them as one list$"
+    r"accumulate gradients, call backward\(\) for each micro-batch inside the loop over step\.batches$"
 )
 FREED = (
     r"Values are available during forwards of modules that contain the parameter, in methods that shardwell\."

@@ -95,6 +95,20 @@ def test_base_and_changes_are_the_pinned_version(cluster: shardwell.LocalCluster
                     assert set(pinned.patch(patched, since)) == names and equal(patched, states[version])
 
 
+def test_changes_that_are_not_read_to_the_end_leave_the_pin_usable(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address, keep_versions=1)
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        version = training.pause()
+        state = read(reader, version)
+        connected = reader._connections._servers.copy()
+        with reader.pin(version) as pinned:
+            changes = iter(pinned.changes(version - 1))
+            next(changes)
+            changes.close()
+            assert reader._connections._servers == connected
+            assert equal(dict(pinned.values()), state)
+
+
 def test_changes_of_adapters_have_few_bytes(cluster: shardwell.LocalCluster) -> None:
     """Also in float32: the frozen weight is in the unit of the adapter."""
     training = Training(cluster.address, keep_versions=1)

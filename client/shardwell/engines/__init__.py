@@ -40,7 +40,7 @@ def load_weights(
         load: Loads pairs of names and CPU tensors, such as ``load_weights`` of a model in vLLM or SGLang. Called once.
             A tied parameter has its first name only, as in checkpoints of Hugging Face.
         version: The version or the name of a published one. Default: the newest.
-        rename: Maps names in the run to those that ``load`` expects, or to None to skip a tensor.
+        rename: Maps the names that ``Reader.read`` returns to those that ``load`` expects, or to None to skip a tensor.
 
     Returns:
         The version that was loaded.

@@ -18,6 +18,20 @@ from shardwell_wire.errors import DeadlineError, ShardwellError, UsageError
 logger = logging.getLogger(__name__)
 
 
+class _Turns:
+    """A lock that a waiting thread gets before the thread that releases it: that one mostly gets a plain lock again."""
+
+    def __init__(self) -> None:
+        self._next, self._lock = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._next:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class LiveModel:
     """A plain model, such as one of Transformers, that follows a run. Thread-safe.
 
@@ -37,26 +51,17 @@ class LiveModel:
 
     def __init__(self, reader: Reader, model: nn.Module, *, rename: Rename | None = None, cast: bool = False) -> None:
         self._reader, self._model, self._rename, self._cast = reader, model, rename, cast
-        self._next, self._using = threading.Lock(), threading.Lock()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        # The thread that releases a lock mostly gets it again. Without `_next`, new weights could wait for ever.
-        with self._next:
-            self._using.acquire()
-        try:
-            yield
-        finally:
-            self._using.release()
+        self._reading, self._using = _Turns(), _Turns()
 
     @property
     def version(self) -> int:
-        """The version that the model has. -1: none, because ``follow`` has not been called."""
+        """The version that the model has. -1: none yet, or new values are being written."""
         return self._reader.loaded_version(self._model)
 
     def follow(self) -> int:
         """Loads the newest committed version; returns it. Raises as ``Reader.follow``, and the model is unchanged."""
-        return self._reader.follow(self._model, rename=self._rename, cast=self._cast, writing=self._alone())
+        with self._reading:
+            return self._reader.follow(self._model, rename=self._rename, cast=self._cast, writing=self._using)
 
     @contextmanager
     def use(self) -> Iterator[int]:
@@ -65,7 +70,7 @@ class LiveModel:
         Raises:
             UsageError: The model has no version of the run yet.
         """
-        with self._alone():
+        with self._using:
             if (version := self.version) < 0:
                 raise UsageError("the model has no weights of the run yet: call follow() first, or use following()")
             yield version
@@ -98,9 +103,10 @@ class LiveModel:
     def _follow_until(self, stop: threading.Event, pause_s: float) -> None:
         while not stop.is_set():
             try:
-                with suppress(DeadlineError):  # a rollback may have replaced the version all the same
+                with suppress(DeadlineError), self._reading:  # a rollback may have replaced the version all the same
                     self._reader.wait_for(self.version + 1, pause_s)
                 self.follow()
-            except ShardwellError as error:
-                logger.warning("the model stays at version %d: %s", self.version, error)
+            except Exception as error:
+                is_known = isinstance(error, ShardwellError)  # others are, for example, a lack of memory
+                logger.warning("the model stays at version %d: %s", self.version, error, exc_info=not is_known)
                 stop.wait(pause_s)

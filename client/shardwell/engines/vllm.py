@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The arguments of ``shardwell.attach``."""
+    """Arguments of ``shardwell.attach``, without ``tls`` and ``hold_s``."""
 
     address: str
     run: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -229,8 +229,10 @@ class Units:
         """Returns the name, with a number appended if a unit has the name."""
         return self.next_name(name) if self._is_used(name) else name
 
-    def names_are_free(self, model: nn.Module) -> bool:
-        """True if no other module of this session has parameters or buffers with the names of a model's new ones."""
+    def names_are_free(self, model: nn.Module, unit_names: Iterable[str]) -> bool:
+        """True if nothing else in this session has the names of a model's new units, parameters and buffers."""
+        if any(map(self._is_used, unit_names)):
+            return False
         inside = {id(part) for part in model.modules()}
         used = {
             f"{prefix}{name}"

@@ -387,8 +387,8 @@ class Session:
         guards.check_batch_norm([module for _, module in self.units.named_modules], self)
         buffers = self._training.buffers
         self.store.outlasting_lapses(lambda: buffers.declare(self._state.number, has_work=bool(self._state.items)))
+        buffers.find_model_names = partial(model_names, self.units)
         names = model_names(self.units)
-        buffers.model_names = names
         self.units.set_model_names(names)
         self.store.set_model_names(names)
 

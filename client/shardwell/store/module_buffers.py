@@ -406,7 +406,8 @@ class RunBuffers:
         self._modules, self._store, self._place = modules, store, place
         self.by_name: dict[str, RunBuffer] = {}
         """The declared buffers. Empty: the model has none."""
-        self.model_names: Mapping[str, tuple[str, ...]] = {}
+        self.find_model_names: Callable[[], Mapping[str, tuple[str, ...]]] = dict
+        """Returns the names in the model that differ from those in the run, by the latter. See ``model_names``."""
         """Their names in the model for messages, where these differ."""
         self._unit_count = 0
         self._changed_in = _versions(state)
@@ -483,10 +484,8 @@ class RunBuffers:
             if (declared := self.by_name.get(found.names[0])) is None or not declared.matches(found)
         ]
         if new:
-            described, values = (
-                [found.describe().reshaped for found in new],
-                [copy_value(found.tensor) for found in new],
-            )
+            names, values = self.find_model_names(), [copy_value(found.tensor) for found in new]
+            described = [replace(found.describe(), model_names=names.get(found.names[0], ())).reshaped for found in new]
             self._reshaped = self._declare(self._place.buffers_name(_RESHAPED), described, values, step)
             for buffer, value in zip(self._reshaped.values(), values, strict=True):
                 buffer.committed, buffer.pushed = BufferValue(torch.zeros_like(value.tensor), _UNKNOWN), value
@@ -751,7 +750,7 @@ class RunBuffers:
     # ---- the model ----
 
     def _shown(self, name: str) -> str:
-        return self.model_names.get(name, (name,))[0]
+        return self.find_model_names().get(name, (name,))[0]
 
     def _checked(self, buffers: Mapping[str, RunBuffer]) -> dict[str, torch.Tensor]:
         """Returns the model's buffers by name.

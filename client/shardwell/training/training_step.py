@@ -69,8 +69,8 @@ class LoopPosition:
             raise UsageError(
                 f"the loop body of step {self.number} ended without optimizer.step(){calls}. Call it in every step, on "
                 "an optimizer of the sharded model, such as shardwell.optim.AdamW(model.parameters()). To skip the "
-                "gradient of a batch call optimizer.zero_grad() and then optimizer.step(). To accumulate the gradients "
-                "of several batches, let step.batches yield them as one list"
+                "gradient of a batch call optimizer.zero_grad() and then optimizer.step(). To accumulate gradients, "
+                "call backward() for each micro-batch inside the loop over step.batches"
             )
 
 

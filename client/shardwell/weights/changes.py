@@ -20,7 +20,7 @@ class TensorChange(NamedTuple):
     """What has changed in a tensor of a run. Yielded by ``PinnedVersion.changes``."""
 
     name: str
-    """Name in the run."""
+    """Name of the tensor, as in ``PinnedVersion.values``."""
     indices: torch.Tensor | None
     """Rising indices of the changed elements in the flattened tensor. int64. [n] None: ``values`` is the tensor."""
     values: torch.Tensor

@@ -63,6 +63,7 @@ _CALL_MARGIN_S = 5.0
 _FUTURE_WAIT_S = 2.0
 """How long to wait for a future version. If no step is committed meanwhile, the newest version can be pinned."""
 _THREADS = 8
+_REMEMBERED_READS = 10_000
 """Shards of one unit that are read concurrently."""
 
 
@@ -87,7 +88,7 @@ class UnitReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is not None and not issubclass(kind, ShardwellError):
+        if kind is not None and not issubclass(kind, (ShardwellError, GeneratorExit)):
             self.connections.close()  # cancels the reads in flight, for example after Ctrl-C
         self._pool.shutdown(cancel_futures=True)
 
@@ -225,8 +226,9 @@ class PinnedVersion:
         that the servers computed from this version.
 
         Args:
-            tensors: Tensors of the older version by names of the run, such as a state dict. Other entries are ignored.
-                With ``gather_dtype="bfloat16"``, they have the rounded values, in that dtype or in the run's.
+            tensors: Tensors of the older version by the names that ``values`` yields, such as a state dict. Other
+                entries are ignored. With ``gather_dtype="bfloat16"``, they have the rounded values, in that dtype or in
+                the run's.
             since: As in ``changes``.
             names: As in ``values``. Other tensors keep their values.
 
@@ -265,8 +267,7 @@ class PinnedVersion:
         """Yields the arguments of ``find_change``, and the number of the older version."""
         reader, connections = self._reader, self._reader.connections
         if isinstance(since, int):
-            version, rollback_count = connections.last_read
-            self._check_older(since, rollback_count if version == since else self.rollback_count)
+            self._check_older(since, connections.rollback_count_of(since, self.rollback_count))
         with ExitStack() as stack:
             try:
                 former = stack.enter_context(
@@ -521,10 +522,21 @@ class RunConnections:
         self._closed_bytes = 0
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
-        self.last_read = -1, 0
-        """The version that was read last, and how often the run had been rolled back before."""
+        self._read = dict[int, int]()
+        """How often the run had been rolled back when each version was read last, for the last versions read."""
         self._servers: dict[_ServerKey, ServerConnection] = {}
         self._shards: dict[_ShardKey, RemoteShard] = {}
+
+    def note_read(self, version: int, rollback_count: int) -> None:
+        """Notes that the reader has read a version after this number of rollbacks."""
+        self._read.pop(version, None)
+        self._read[version] = rollback_count
+        if len(self._read) > _REMEMBERED_READS:
+            del self._read[next(iter(self._read))]
+
+    def rollback_count_of(self, version: int, default: int) -> int:
+        """Returns the number of rollbacks before the reader has read a version."""
+        return self._read.get(version, default)
 
     def server(self, shard: common_pb2.ShardRange) -> ServerConnection:
         """Returns the connection to the server process that owns a shard.

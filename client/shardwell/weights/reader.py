@@ -150,7 +150,7 @@ class Reader:
         ) as pinned:
             yield pinned
             self._report.version = pinned.version
-            self._connections.last_read = pinned.version, pinned.rollback_count
+            self._connections.note_read(pinned.version, pinned.rollback_count)
         if self._report.hold_s:
             with suppress(ShardwellError):  # otherwise the run learns it from the next request
                 self._describe()
@@ -209,8 +209,8 @@ class Reader:
         Args:
             model: A model on any device, with the names of the model that is trained: those in the module of the
                 outermost ``fully_shard`` or ``auto_wrap`` call.
-            rename: Maps these names to names in ``model``, or to None to skip a tensor. If the run has several
-                outermost modules, their names begin with the names of their calls, such as ``Generator-0.``.
+            rename: Maps these names to names in ``model``, or to None to skip a tensor. If several outermost
+                modules were sharded by ``fully_shard``, names begin with those of the calls, such as ``Generator-0.``.
             cast: Whether to convert to floating-point dtypes of the model that differ from the run's.
             names: A glob pattern of names, or several, such as ``"*lora_*"``. Only these tensors are read, and others
                 of the model keep their values. Default: all.

@@ -167,7 +167,8 @@ def auto_wrap(
         options = {**saving.unit_arguments(options), **options}
     options["ignored_params"] = ignored_params
     root = session.units.unused_name(session.units.place.root_name(type(model).__name__))
-    prefix = "" if session.units.place.pp > 1 or session.units.names_are_free(model) else f"{root}."
+    is_free = session.units.place.pp > 1 or session.units.names_are_free(model, [unit.name for unit in chosen])
+    prefix = "" if is_free else f"{root}."
     for unit in chosen:
         prefixes = [f"{prefix}{name}." for name in unit.modules]
         shard_modules(list(unit.modules.values()), session.units, name=prefix + unit.name, prefixes=prefixes, **options)

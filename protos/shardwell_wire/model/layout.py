@@ -273,7 +273,7 @@ class Parameter:
 
     @property
     def plain(self) -> Parameter:
-        """The same buffer with its names in the model."""
+        """The same buffer with its names in the run, without the ending ``RESHAPED``."""
         if not self.is_reshaped:
             return self
         aliases = tuple(each.removesuffix(RESHAPED) for each in self.aliases)
@@ -593,7 +593,9 @@ def with_model_names(units: Sequence[UnitLayout]) -> tuple[UnitLayout, ...]:
     in_run = {name for unit in units for each in unit.parameters for name in (each.name, *each.aliases)}
 
     def renamed(parameter: Parameter) -> Parameter:
-        more = (name for name in shown[parameter.name] if name not in in_run)
+        end = RESHAPED if parameter.is_reshaped else ""
+        names = shown[parameter.name] if parameter.name in shown else shown[parameter.name + RESHAPED]
+        more = (name + end for name in names if name + end not in in_run)
         return replace(parameter, aliases=(*parameter.aliases, *more))
 
     return tuple(replace(unit, parameters=tuple(map(renamed, unit.parameters))) for unit in units)

@@ -139,6 +139,14 @@ def test_two_models_of_one_class_get_different_names() -> None:
     assert [unit.name for unit in session.units] == ["Gpt", "Gpt-0"]
 
 
+def test_second_model_with_equal_units_and_other_parameters_gets_a_prefix() -> None:
+    session = SimpleNamespace(units=Units(InMemoryStore()))
+    for layer in (nn.Linear(4, 4), nn.PReLU(4)):
+        auto_wrap(nn.Sequential(layer), session, ModuleTypePolicy({nn.Linear, nn.PReLU}))
+    names = [each.name for unit in session.units for each in unit.layout.parameters]
+    assert names == ["0.weight", "0.bias", "Sequential-0.0.weight"]
+
+
 def test_options_apply_to_every_unit() -> None:
     session = SimpleNamespace(units=Units(InMemoryStore()))
     auto_wrap(gpt(), session, ModuleTypePolicy({Block}), reshard_after_forward=False)
