@@ -301,4 +301,4 @@ def test_run_waits_for_a_reader_that_holds_it(
             read = reader.follow(model)
             training.wait_for(read + 4)
     silent = [event.message for event in events(cluster.address, training.run) if event.kind == "reader_silent"]
-    assert "reader 'engine' on" in silent[0] and "has sent no request for 0.2 s" in silent[0]
+    assert "reader 'engine' on" in silent[0] and "the run has waited 0.2 s for it" in silent[0]

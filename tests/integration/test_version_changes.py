@@ -201,6 +201,8 @@ def test_changes_since_a_version_that_cannot_be_read(cluster: shardwell.LocalClu
             assert caught.value.data["kept"] == f"{newest - 2}, {newest - 1}"
             with pytest.raises(VersionGoneError, match=f"since version {newest + 1} .* it is not older"):
                 list(pinned.changes(newest + 1))
+            with pytest.raises(UsageError, match="since=-1: expected a version"):
+                list(pinned.changes(-1))
             pinned.rollback_count += 1  # as if the run had been rolled back, and had made the same versions again
             for since in (newest - 2, newest - 1):
                 with pytest.raises(VersionGoneError, match="the run was rolled back"):

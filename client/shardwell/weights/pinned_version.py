@@ -63,8 +63,8 @@ _CALL_MARGIN_S = 5.0
 _FUTURE_WAIT_S = 2.0
 """How long to wait for a future version. If no step is committed meanwhile, the newest version can be pinned."""
 _THREADS = 8
-_REMEMBERED_READS = 10_000
 """Shards of one unit that are read concurrently."""
+_REMEMBERED_READS = 10_000
 
 
 class UnitReader:
@@ -267,6 +267,8 @@ class PinnedVersion:
         """Yields the arguments of ``find_change``, and the number of the older version."""
         reader, connections = self._reader, self._reader.connections
         if isinstance(since, int):
+            if since < 0:
+                raise UsageError(f"since={since}: expected a version of run {self.run!r}, which are numbers from 0")
             self._check_older(since, connections.rollback_count_of(since, self.rollback_count))
         with ExitStack() as stack:
             try:

@@ -52,7 +52,7 @@ class Reader:
         gather_dtype: Dtype in which 32-bit weights travel.
         delta_cache_bytes: Limit of the memory for deltas.
         name: Name of the reader in ``shardwell readers``.
-        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for the reader after its last request.
+        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for the reader to read a version.
     """
 
     def __init__(
@@ -148,9 +148,11 @@ class Reader:
             waits=True,
             version=version,
         ) as pinned:
-            yield pinned
+            try:
+                yield pinned
+            finally:
+                self._connections.note_read(pinned.version, pinned.rollback_count)
             self._report.version = pinned.version
-            self._connections.note_read(pinned.version, pinned.rollback_count)
         if self._report.hold_s:
             with suppress(ShardwellError):  # otherwise the run learns it from the next request
                 self._describe()
@@ -323,8 +325,8 @@ def attach(
         delta_cache_bytes: Bytes of memory in which the reader keeps 16-bit weights, so that the servers send only what
             has changed since it read them.
         name: Name of the reader in ``shardwell readers``. Default: this host and process.
-        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for this reader after its last request,
-            at most 86400. Longer than any time between two reads. Default: the run does not wait for it.
+        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for this reader to read a version, at
+            most 86400. Longer than any time between two reads. Default: the run does not wait for it.
 
     Raises:
         NotFoundError: The run does not exist.

@@ -4394,7 +4394,7 @@ class ReaderReport(google.protobuf.message.Message):
     leaving: builtins.bool
     """Whether it is about to end."""
     hold_s: builtins.float
-    """How long a run with RunConfig.max_reader_lag waits for the reader after its last request, in seconds, at most 86400.
+    """How long a run with RunConfig.max_reader_lag waits for the reader to read a version, in seconds, at most 86400.
     0: the run does not wait.
     """
     def __init__(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from shardwell_wire.errors import CapacityError, InvalidRequestError, NotFoundError, VersionGoneError
 
 _MAX_NAME = 200
+_MAX_LOST = 100
 
 
 class KeptVersions:
@@ -131,6 +132,8 @@ class KeptVersions:
         if named := {name: version for name, version in self.names.items() if version in gone}:
             self._forget_gap(newest)
         self.lost.update({name: (self.names.pop(name), why) for name in named})
+        for name in list(self.lost)[:-_MAX_LOST]:
+            del self.lost[name]
         known = [f"{version}" + "".join(f" ({name})" for name in named if named[name] == version) for version in gone]
         return f"versions that readers could read are lost: {', '.join(known)}: {why}" if gone else ""
 

@@ -23,8 +23,13 @@ class _Seen:
     version: int | None
     received_bytes: int
     hold_s: float
-    """How long a run waits for the reader after its last request. 0: it does not."""
+    """How long a run waits for the reader to read a version. 0: it does not."""
     at_s: float
+    """Time of the last request."""
+    awaits: int | None = None
+    """The version that its open request waits for."""
+    waited_since_s: float | None = None
+    """When the run began to wait for the reader. None: it does not wait."""
 
 
 class Readers:
@@ -39,22 +44,28 @@ class Readers:
         self._by_id: dict[str, _Seen] = {}
         """By random id of the reader, the one that has asked last at the end."""
 
-    def note(self, report: coordinator_pb2.ReaderReport, now: float) -> None:
-        """Records a report. Raises InvalidRequestError for texts that cannot be shown."""
+    def note(self, report: coordinator_pb2.ReaderReport, now: float, awaits: int | None = None) -> None:
+        """Records a report, and the version that its request waits for.
+
+        Raises:
+            InvalidRequestError: A text cannot be shown, or a number is out of range.
+        """
         for name, text in (("reader_id", report.reader_id), ("name", report.name), ("host", report.host)):
             if len(text) > _MAX_TEXT or not text.isprintable():
                 raise InvalidRequestError(f"{name}={text[:_MAX_TEXT]!r}: expected at most {_MAX_TEXT} characters")
         if not 0 <= report.hold_s <= _MAX_HOLD_S:
             raise InvalidRequestError(f"hold_s is {report.hold_s}: expected 0 to {_MAX_HOLD_S:g} seconds")
-        self._by_id.pop(report.reader_id, None)
+        former = self._by_id.pop(report.reader_id, None)
         if report.leaving or not report.reader_id:
             return
         version = report.version if report.HasField("version") else None
-        self._by_id[report.reader_id] = _Seen(
-            report.name, report.host, version, report.received_bytes, report.hold_s, now
-        )
+        seen = _Seen(report.name, report.host, version, report.received_bytes, report.hold_s, now, awaits)
+        if former is not None and former.version == version:  # it has not read: a request alone gives no more time
+            seen = replace(seen, hold_s=former.hold_s, waited_since_s=former.waited_since_s)
+        self._by_id[report.reader_id] = seen
         if len(self._by_id) > _MAX_READERS:
-            del self._by_id[next(iter(self._by_id))]
+            free = (name for name, each in self._by_id.items() if not each.hold_s)
+            del self._by_id[next(free, next(iter(self._by_id)))]
 
     def describe(self, newest: int, now: float) -> list[coordinator_pb2.ReaderSummary]:
         """Returns the readers that have asked lately, those that are furthest behind first."""
@@ -80,37 +91,44 @@ class Readers:
     def note_answered(self, reader_id: str, now: float) -> None:
         """Records that a request of a reader was answered, which may have taken long."""
         if (seen := self._by_id.get(reader_id)) is not None:
-            self._by_id[reader_id] = replace(seen, at_s=now)
+            self._by_id[reader_id] = replace(seen, at_s=now, awaits=None)
 
     def waited_for(self, newest: int, now: float) -> list[str]:
         """Returns a line for each reader that must read before the run commits the version after ``newest``."""
         return [
             f"reader {seen.name!r} on {seen.host} has read {_read(seen)}, and the run is at version {newest} with "
             f"max_reader_lag={self._max_lag}: it goes on when the reader has read version "
-            f"{newest - (self._max_lag or 0)}, or {seen.hold_s:g} s after its last request, which was "
-            f"{now - seen.at_s:.1f} s ago"
-            for _, seen in self._behind(newest)
-            if now - seen.at_s < seen.hold_s
+            f"{newest - (self._max_lag or 0)}, or in {seen.hold_s - _waited_s(seen, now):.1f} s"
+            for seen in self._behind(newest).values()
         ]
 
     def give_up(self, newest: int, now: float) -> list[str]:
-        """Stops waiting for readers that have been silent for too long. Returns a line for each, for users."""
-        silent = [(name, seen) for name, seen in self._behind(newest) if now - seen.at_s >= seen.hold_s]
-        self._by_id.update({name: replace(seen, hold_s=0.0) for name, seen in silent})
+        """Call before each attempt to commit. Stops waiting for readers whose time is over; returns a line for each."""
+        behind = self._behind(newest)
+        since = {name: now - _waited_s(seen, now) for name, seen in behind.items()}
+        late = {name: seen for name, seen in behind.items() if now - since[name] >= seen.hold_s}
+        for name, seen in self._by_id.items():
+            hold_s = 0.0 if name in late else seen.hold_s
+            self._by_id[name] = replace(seen, hold_s=hold_s, waited_since_s=since.get(name))
         return [
-            f"reader {seen.name!r} on {seen.host} has read {_read(seen)} and has sent no request for {seen.hold_s:g} "
-            f"s: version {newest + 1} is committed without it. The run waits for it again after its next request"
-            for _, seen in silent
+            f"reader {seen.name!r} on {seen.host} has read {_read(seen)}, and the run has waited {seen.hold_s:g} s for "
+            f"it: version {newest + 1} is committed without it. The run waits for it again when it has read"
+            for seen in late.values()
         ]
 
-    def _behind(self, newest: int) -> list[tuple[str, _Seen]]:
+    def _behind(self, newest: int) -> dict[str, _Seen]:
+        """Returns the readers that the run waits for. A reader that waits for a later version is not one of them."""
         if self._max_lag is None:
-            return []
-        return [
-            (name, seen)
+            return {}
+        return {
+            name: seen
             for name, seen in self._by_id.items()
-            if seen.hold_s and newest - (seen.version or 0) > self._max_lag
-        ]
+            if seen.hold_s and newest - (seen.version or 0) > self._max_lag and (seen.awaits or 0) <= newest
+        }
+
+
+def _waited_s(seen: _Seen, now: float) -> float:
+    return 0.0 if seen.waited_since_s is None else now - seen.waited_since_s
 
 
 def _read(seen: _Seen) -> str:

@@ -71,7 +71,6 @@ class Run:
         """Number of committed steps at which a trainer's loop has ended. None: not known."""
         self.created_by, self.created_on = "", ""
         """The trainer that joined first, and its host. Empty: not known."""
-        self.readers = Readers(settings.max_reader_lag)
         self.fence_error = ""
         """Error of the last attempt to fence former trainers. Empty: it succeeded."""
         self.replace_settings(settings)
@@ -79,6 +78,7 @@ class Run:
     def replace_settings(self, settings: RunSettings) -> None:
         """Sets the settings of a run that never started, has no units and no live trainer."""
         self.settings = settings
+        self.readers = Readers(settings.max_reader_lag)
         self.kept_versions = KeptVersions(self.name, settings.keep_versions)
         self.owners = RankOwners(settings, self.members, self.changes)
         work = AsynchronousWork if settings.consistency.asynchronous else SynchronousWork

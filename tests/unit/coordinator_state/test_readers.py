@@ -30,8 +30,9 @@ def test_silent_and_leaving_readers_are_forgotten() -> None:
 def test_number_of_readers_is_limited() -> None:
     readers = Readers()
     for number in range(1200):
-        readers.note(ReaderReport(reader_id=str(number), name=str(number)), 0.0)
-    assert {int(each.name) for each in readers.describe(0, 1.0)} == set(range(200, 1200))
+        holds_s = 0.0 if number else 60.0  # the first one holds the run, so others are forgotten before it
+        readers.note(ReaderReport(reader_id=str(number), name=str(number), hold_s=holds_s), 0.0)
+    assert {int(each.name) for each in readers.describe(0, 1.0)} == {0, *range(201, 1200)}
 
 
 @pytest.mark.parametrize("field", ["reader_id", "name", "host"])
@@ -48,15 +49,26 @@ def test_run_waits_for_readers_that_hold_it_and_are_too_far_behind() -> None:
     assert readers.waited_for(3, 2.0) == []
     assert readers.waited_for(4, 2.0) == [
         "reader 'behind' on h has read version 2, and the run is at version 4 with max_reader_lag=1: it goes on when "
-        "the reader has read version 3, or 5 s after its last request, which was 1.0 s ago"
+        "the reader has read version 3, or in 5.0 s"
     ]
-    readers.note_answered("behind", 4.0)
-    assert (len(readers.waited_for(4, 8.9)), readers.give_up(4, 8.9)) == (1, [])
+    assert readers.give_up(4, 4.0) == []
+    behind = ReaderReport(reader_id="behind", name="behind", host="h", version=2, hold_s=5.0)
+    readers.note(behind, 8.0)  # a request without a read gives no more time
+    assert (readers.waited_for(4, 8.9)[0][-8:], readers.give_up(4, 8.9)) == ("in 0.1 s", [])
     assert readers.give_up(4, 9.0) == [
-        "reader 'behind' on h has read version 2 and has sent no request for 5 s: version 5 is committed without it. "
-        "The run waits for it again after its next request"
+        "reader 'behind' on h has read version 2, and the run has waited 5 s for it: version 5 is committed without "
+        "it. The run waits for it again when it has read"
     ]
+    readers.note(ReaderReport(reader_id="near", leaving=True), 9.0)
+    readers.note(behind, 9.0)
     assert readers.waited_for(4, 9.0) == readers.give_up(4, 99.0) == []
+    readers.note(ReaderReport(reader_id="behind", name="behind", host="h", version=4, hold_s=5.0), 99.0)
+    assert readers.waited_for(5, 99.0) == [] and len(readers.waited_for(6, 99.0)) == 1
+    readers.note(ReaderReport(reader_id="behind", name="behind", host="h", version=4, hold_s=5.0), 99.0, awaits=7)
+    assert readers.waited_for(6, 99.0) == [] and len(readers.waited_for(7, 99.0)) == 1
+    readers.note_answered("behind", 99.0)
+    assert len(readers.waited_for(6, 99.0)) == 1
+    readers.note(ReaderReport(reader_id="behind", leaving=True), 99.0)
     readers.note(ReaderReport(reader_id="new", name="new", host="h", hold_s=5.0), 9.0)
     assert "has read no version yet" in readers.waited_for(4, 9.0)[0]
     assert Readers(max_lag=None).waited_for(4, 9.0) == []

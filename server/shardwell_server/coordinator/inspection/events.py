@@ -88,7 +88,7 @@ class EventKind(StrEnum):
     VERSIONS_LOST = "versions_lost"
     """Versions that a run kept for readers are gone. The message names them and says why."""
     READER_SILENT = "reader_silent"
-    """A run waited for a reader (``max_reader_lag``) that sent no request in time, and goes on."""
+    """A run waited for a reader (``max_reader_lag``) that did not read in time, and goes on."""
     UPDATE_DELAYED = "update_delayed"
     """A server has not acknowledged the update of a committed step. The update is repeated."""
     CHECKPOINT_STARTED = "checkpoint_started"

@@ -244,7 +244,7 @@ class InspectionRpcs(CoordinatorRpcs):
         run = self._state.require_run(request.run)
         wanted = request.version if request.HasField("version") else None
         if request.HasField("reader"):
-            run.readers.note(request.reader, self._state.clock())
+            run.readers.note(request.reader, self._state.clock(), wanted)
             if request.reader.hold_s:
                 run.changed.notify()
         try:
