@@ -144,8 +144,9 @@ def _explain(action: str, where: str, error: Exception) -> ShardwellError:
     code = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     message = f"cannot {action} {where}: {reason}"
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return NotFoundError(f"{where} does not exist" if action in ("read", "list") else message, path=where)
+    reads = action in ("read", "list")
+    if isinstance(error, FileNotFoundError) or (reads and isinstance(error, NotADirectoryError)):
+        return NotFoundError(f"{where} does not exist" if reads else message, path=where)
     if code in _FULL:
         return CapacityError(f"{message}. Free space there, or keep fewer checkpoints", path=where)
     if isinstance(error, PermissionError) or code in _FORBIDDEN:
