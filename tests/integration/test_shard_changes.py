@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from shardwell_server.shard.unit import version_changes
 from shardwell_server.shard.unit.encoded_versions import EncodedVersions
-from shardwell_server.shard.unit.values import Values
+from shardwell_server.shard.unit.values import Values, VersionBytes
 from shardwell_wire.encoding import shard_changes
 from shardwell_wire.encoding.shard_changes import ShardChanges, spans_of
 from shardwell_wire.encoding.wire_dtypes import AS_STORED
-from shardwell_wire.errors import InvalidRequestError, NotFoundError, VersionGoneError
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, UnavailableError, VersionGoneError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, in_background, layout_of, pinned, train
 
@@ -94,6 +95,68 @@ def test_few_pairs_are_kept(one: OneUnit, monkeypatch: pytest.MonkeyPatch, made:
     one.server.evaluate(one.shard.changes.discard)
     one.server.evaluate(one.shard.encoded.discard)
     assert one.server.unreserved_bytes() <= before
+
+
+def test_changes_that_nobody_reads_are_dropped(one: OneUnit) -> None:
+    gather(one, 2, since=0, wire_dtype=BFLOAT16)
+    train(one, 2)
+    assert len(one.shard.changes._kept) == 1, "they were read since the update before"
+    train(one, 3)
+    assert not one.shard.changes._kept
+
+
+def test_a_lack_of_memory_is_not_kept(one: OneUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, changes = version_changes.copied, one.shard.changes
+
+    async def copied(*arguments: Any) -> torch.Tensor | None:
+        return None if changes._kept else await real(*arguments)
+
+    monkeypatch.setattr(version_changes, "copied", copied)
+    gather(one, 2, since=0, wire_dtype=BFLOAT16)
+    assert not gather(one, 2, since=1, wire_dtype=BFLOAT16)[0].HasField("deltas")
+    assert list(changes._kept) == [(BFLOAT16, 0, 2)]
+    one.server.evaluate(changes.supersede)
+    assert gather(one, 2, since=1, wire_dtype=BFLOAT16)[0].HasField("deltas")
+    assert list(changes._kept) == [(BFLOAT16, 1, 2)], "the others made room"
+
+
+def test_snapshots_of_pinned_versions_replace_changes(one: OneUnit) -> None:
+    memory = one.server.store.memory.unreserved
+    gather(one, 2, since=0, wire_dtype=BFLOAT16)
+    one.server.evaluate(one.shard.encoded.discard)
+    one.server.evaluate(lambda: memory.set_limit(memory.used_bytes + one.size - 1))
+    train(one, 2)
+    assert gather(one, 2)[0].version == 2 and not one.shard.changes._kept
+
+
+def test_changes_of_a_dropped_shard_are_released(one: OneUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, shard = version_changes.copied, one.shard
+
+    async def copied(*arguments: Any) -> torch.Tensor | None:
+        buffer = await real(*arguments)
+        shard.drop(NotFoundError("the shard is dropped"))
+        return buffer
+
+    monkeypatch.setattr(version_changes, "copied", copied)
+    error = error_of(lambda: gather(one, 2, since=0, wire_dtype=BFLOAT16))
+    assert isinstance(error, NotFoundError) and "the shard is dropped" in str(error)
+    assert not shard.changes._kept and one.server.unreserved_bytes() == 0
+
+
+def test_evicted_changes_of_a_readable_version_can_be_read_again(one: OneUnit) -> None:
+    shard = one.shard
+
+    async def read_and_evict() -> tuple[VersionBytes, VersionBytes]:
+        former, newest = (shard.values.read_at_once(version)[1] for version in (1, 2))
+        found = [await shard.changes.read(BFLOAT16, former, each, wait_s=9.0, what="") for each in (newest, former)]
+        shard.evict()
+        return found[0].source, found[1].source
+
+    of_newest, of_evicted = one.server.evaluate_async(read_and_evict)
+    with pytest.raises(UnavailableError, match=r"a copy of version 2 .* was evicted.* Try again"):
+        of_newest.check()
+    with pytest.raises(VersionGoneError, match=r"version 1 .* has been overwritten"):
+        of_evicted.check()
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+import torch
 
 from shardwell_server.shard.memory.budget import BufferQuota, Memory, shard_need_bytes
 from shardwell_server.shard.memory.buffer_reuse import BufferPool, UnreservedMemory
+from shardwell_server.shard.memory.mapped_memory import ShardFile, SharedMemory
+from shardwell_server.shard.unit.values import HeldVersions, Snapshots, VersionBytes
 from shardwell_wire.errors import CapacityError
+from shardwell_wire.host.server_folders import FolderOwner
 
 
 def test_idle_buffers_are_reused_and_stay_within_the_limit() -> None:
@@ -147,3 +155,38 @@ def test_a_failed_allocation_releases_its_grant() -> None:
     asyncio.run(scenario())
     assert memory.try_acquire(more_than_exists) is None
     assert (memory.unreserved.used_bytes, memory.pool.taken_bytes, quota.try_acquire()) == (0, 0, True)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[HeldVersions]:
+    """Held versions in files, with memory for one."""
+    with closing(SharedMemory(tmp_path, FolderOwner(server_id="s", coordinator="here:1"))) as shared:
+        memory = Memory(1 << 20, shared=shared)
+        yield HeldVersions("a shard", "u", memory, 1, Snapshots("a shard", "u", memory))
+
+
+def test_files_of_versions_that_are_still_read_are_not_pooled(held: HeldVersions) -> None:
+    pool, unreserved = held._memory.pool, held._memory.unreserved
+    for version in range(3):
+        held.allocate(4096)
+        added = held.add(VersionBytes(torch.empty(0), version, readers=1, newest=False))
+        assert len(held.file_names) == 1
+        held.keep([])
+        assert (pool.taken_bytes, unreserved.used_bytes) == (4096, 4096)
+        held._snapshots.release(added)
+        assert (pool.taken_bytes, pool.idle_bytes, unreserved.used_bytes) == (0, 0, 0)
+
+
+def test_a_version_is_held_without_a_file_that_cannot_be_made(
+    held: HeldVersions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> ShardFile:
+        raise PermissionError(errno.EACCES, "not allowed")
+
+    monkeypatch.setattr(SharedMemory, "create_shard_file", fail)
+    for version in range(2):
+        held.allocate(4096)
+        held.add(VersionBytes(torch.empty(0), version, newest=False))
+        held.keep([])
+    assert not held.file_names and "in ordinary memory, without a file: [Errno 13] not allowed" in caplog.text
+    assert (held._quota.try_acquire(), held._memory.unreserved.used_bytes) == (True, 0)

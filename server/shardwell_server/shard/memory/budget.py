@@ -105,7 +105,7 @@ class Grant:
 
     def unsettle(self) -> bool:
         """Moves the grant to unreserved memory, which frees the shard's reservation. Returns False if none is free."""
-        if self.reserved and self.memory.unreserved.try_acquire(self.size_bytes):
+        if self.reserved and self.memory.unreserved.try_acquire(self.size_bytes, discarding=True):
             self.reserved = False
             self.quota.release()
         return not self.reserved
@@ -419,18 +419,18 @@ class Memory:
         await self.unreserved.acquire(size_bytes, wait_s, what)
         return Grant(self, BufferQuota(0), size_bytes, reserved=False).acquire_buffer(size_bytes)
 
-    def try_acquire(self, size_bytes: int) -> torch.Tensor | None:
-        """Acquires a buffer in unreserved memory if some is free and no caller waits for it; else returns None."""
-        if not self.unreserved.try_acquire(size_bytes):
+    def try_acquire(self, size_bytes: int, *, discarding: bool = False) -> torch.Tensor | None:
+        """As ``UnreservedMemory.try_acquire``, with a buffer. None: no memory is free."""
+        if not self.unreserved.try_acquire(size_bytes, discarding=discarding):
             return None
         try:
             return Grant(self, BufferQuota(0), size_bytes, reserved=False).acquire_buffer(size_bytes)
         except CapacityError:
             return None
 
-    def release_buffer(self, buffer: torch.Tensor) -> None:
-        """Releases a buffer that ``acquire`` or ``try_acquire`` returned."""
-        self.pool.release(buffer)
+    def release_buffer(self, buffer: torch.Tensor, *, reusable: bool = True) -> None:
+        """Releases a buffer that ``acquire`` or ``try_acquire`` returned. If not ``reusable``, the pool forgets it."""
+        (self.pool.release if reusable else self.pool.detach)(buffer)
         self.unreserved.release(buffer.numel())
 
     # ---- limits ----

@@ -114,6 +114,8 @@ class UnreservedMemory:
         self.used_bytes = 0
         self.evict: Callable[[], None] = lambda: None
         """Called before a caller waits: releases the snapshots of old versions."""
+        self.discard: Callable[[], None] = lambda: None
+        """Called if a snapshot does not fit: releases changes between versions, which can be computed again."""
         self._limit_bytes = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -127,10 +129,12 @@ class UnreservedMemory:
         self._limit_bytes = limit_bytes
         self._admit()
 
-    def try_acquire(self, size_bytes: int, *, keep_bytes: int = 0) -> bool:
-        """Acquires memory if some is free and no caller waits for it. Leaves ``keep_bytes`` for others."""
+    def try_acquire(self, size_bytes: int, *, keep_bytes: int = 0, discarding: bool = False) -> bool:
+        """Acquires memory if some is free, perhaps after ``discard``, and no caller waits. Leaves ``keep_bytes``."""
         if self._waiting or self.used_bytes + size_bytes + keep_bytes > self._limit_bytes:
-            return False
+            if discarding:
+                self.discard()
+            return discarding and self.try_acquire(size_bytes, keep_bytes=keep_bytes)
         self.used_bytes += size_bytes
         return True
 

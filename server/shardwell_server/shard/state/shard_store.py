@@ -87,7 +87,8 @@ class ShardStore:
     ) -> None:
         self._key = key
         self.memory = Memory(budget_bytes, threads, shared)
-        self.memory.unreserved.evict = self._evict
+        self.memory.unreserved.evict = lambda: self._release(UnitShard.evict)
+        self.memory.unreserved.discard = lambda: self._release(lambda shard: shard.changes.discard())
         self.runs: dict[str, HostedRun] = {}
         """By run id. A run that was recreated under the name of a deleted run has another id."""
         self.of_former: ShardsOfFormer | None = None
@@ -385,10 +386,10 @@ class ShardStore:
         except RunDeletedError:
             return 0  # a concurrent request dropped the run
 
-    def _evict(self) -> None:
+    def _release(self, what: Callable[[UnitShard], None]) -> None:
         for run in self.runs.values():
             for shard in run.shards.values():
-                shard.evict()
+                what(shard)
 
 
 def named_identity(request: NamesRun) -> RunIdentity:

@@ -145,8 +145,13 @@ class ShardsOfFormer:
 
     def _held_files(self, record: ShardDescription) -> list[ShardFile]:
         size_bytes = HEAD_BYTES + record.spec.size_bytes
-        names = [name for name in record.held if self._shared.has(name)]
-        return [ShardFile(self._shared.open(name, size_bytes), is_new=False) for name in names]
+        found = list[ShardFile]()
+        for name in filter(self._shared.has, record.held):
+            try:
+                found.append(ShardFile(self._shared.open(name, size_bytes), is_new=False))
+            except OSError as error:  # the version counts as lost, and the others are taken up
+                logger.warning("cannot take up an older version of %s: %s: %s", record.spec.what, name, error)
+        return found
 
 
 def recorded_files(shared: SharedMemory) -> set[str]:

@@ -6,7 +6,7 @@ Shards have backups on other servers: which ones a primary has, and what a backu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -173,8 +173,8 @@ class UnitShard:
         """Releases everything that can be recreated or reread."""
         self.encoded.discard()
         self.changes.discard()
-        self.reader_copies.evict()
         self.values.evict()
+        self.reader_copies.evict(self.values.has)
         self.partitions.evict()
 
     def drop(self, why: ShardwellError) -> None:
@@ -291,8 +291,7 @@ class UnitShard:
         the version of the step stays readable: for a work item, or if there is memory ``for_readers``.
         """
         await self.prepare_update(update)
-        self.encoded.supersede()
-        self.reader_copies.supersede()
+        self._supersede(self.values.has if hold else self.values.held.find)
         changes = self.changes_values(update)
         async with self.values.becoming(update.step + 1, changes=changes, hold=hold, for_readers=for_readers):
             await self.gradient.compute(partial(self.compute_update, update))
@@ -301,6 +300,11 @@ class UnitShard:
         self._end_step()
         self.updated_by_trainers = update.runs_on_trainers
         self.note_optimizer()
+
+    def _supersede(self, readable: Callable[[int], object]) -> None:
+        self.encoded.supersede()
+        self.changes.supersede()
+        self.reader_copies.supersede(readable)
 
     def _end_step(self) -> None:
         self.gradient.end_step()
@@ -334,8 +338,7 @@ class UnitShard:
 
     def begin_joint_update(self, version: int) -> None:
         """Begins to change the values in place: neither this nor the next version can be read."""
-        self.encoded.supersede()
-        self.reader_copies.supersede()
+        self._supersede(self.values.held.find)
         self.values.begin_unread(version)
 
     def save_joint_update(self, version: int) -> None:

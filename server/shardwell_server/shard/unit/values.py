@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from shardwell_wire.errors import (
     DeadlineError,
     ShardwellError,
     StepStateError,
+    UnavailableError,
     VersionGoneError,
 )
 from shardwell_wire.host.shared_memory import UPDATING
@@ -94,6 +95,11 @@ class Values:
             raise self._overwritten(found, self.version)
         bytes_read.readers += 1
         return found, bytes_read
+
+    def has(self, version: int) -> bool:
+        """Returns whether a version is the newest, or an older one that can still be read."""
+        is_newest = self.current is not None and self.current.version == version
+        return bool(is_newest or self.held.find(version) or self._snapshots.find(version))
 
     def release(self, bytes_read: VersionBytes) -> None:
         """Ends one read."""
@@ -300,7 +306,7 @@ class Values:
         if before.readers:
             # Older snapshots that nobody has pinned make room for the new one.
             self._snapshots.evict(pinned_too=False)
-            copy = self._memory.try_acquire(self.live.size_bytes)
+            copy = self._memory.try_acquire(self.live.size_bytes, discarding=True)
         if copy is not None:
             target = copy
             try:
@@ -420,6 +426,8 @@ class VersionBytes:
     """Why readers can no longer read the bytes."""
     newest: bool = True
     """False once another version replaces this one, or is about to."""
+    reusable: bool = True
+    """Whether the pool keeps the memory for others after its release. False for a file without a name."""
 
     def check(self) -> None:
         """Raises the reason if the bytes have been revoked. See Note: [Moving versions]."""
@@ -463,17 +471,17 @@ class Snapshots:
         if snapshot.readers == 0 and snapshot in self._snapshots:
             self._free(snapshot)
 
-    def supersede(self) -> None:
-        """Marks all snapshots as older versions, because an update begins."""
+    def supersede(self, readable: Callable[[int], object]) -> None:
+        """Marks all snapshots as older versions, because an update begins. ``readable`` as in ``evict``."""
         for snapshot in self._snapshots:
             snapshot.newest = False
         if self._memory.unreserved.has_waiters:
-            self.evict()
+            self.evict(readable)
 
-    def evict(self, *, pinned_too: bool = True) -> None:
-        """Revokes the snapshots of older versions and frees their memory."""
+    def evict(self, readable: Callable[[int], object] = lambda version: None, *, pinned_too: bool = True) -> None:
+        """Revokes the snapshots of older versions and frees their memory. ``readable`` tells what can be read again."""
         for snapshot in [s for s in self._snapshots if not s.newest and (pinned_too or not s.pins)]:
-            self._revoke(snapshot, self._evicted(snapshot))
+            self._revoke(snapshot, self._evicted(snapshot, readable))
 
     def drop(self, why: ShardwellError) -> None:
         """Revokes all snapshots. Their readers get the error."""
@@ -486,15 +494,14 @@ class Snapshots:
 
     def _free(self, snapshot: VersionBytes) -> None:
         self._snapshots.remove(snapshot)
-        self._memory.release_buffer(snapshot.buffer)
+        self._memory.release_buffer(snapshot.buffer, reusable=snapshot.reusable)
 
-    def _evicted(self, snapshot: VersionBytes) -> VersionGoneError:
-        return VersionGoneError(
-            f"version {snapshot.version} of {self._what} has been overwritten, and its snapshot was evicted because "
-            "other requests needed the memory",
-            unit=self._unit,
-            version=snapshot.version,
-        )
+    def _evicted(self, snapshot: VersionBytes, readable: Callable[[int], object]) -> ShardwellError:
+        what, why = f"version {snapshot.version} of {self._what}", "was evicted: other requests needed the memory"
+        fields = {"unit": self._unit, "version": snapshot.version}
+        if readable(snapshot.version):
+            return UnavailableError(f"a copy of {what} {why}. Try again", **fields)
+        return VersionGoneError(f"{what} has been overwritten, and its snapshot {why}", **fields)
 
 
 class _HeldMemory(NamedTuple):
@@ -559,6 +566,9 @@ class HeldVersions:
             file = shared.create_shard_file(size_bytes, f"an older version of {self._what}", ".held")
         except CapacityError:
             return None  # SharedMemory logs the reason
+        except OSError as error:
+            logger.warning("an older version of %s is in ordinary memory, without a file: %s", self._what, error)
+            return None
         self._note(file)
         return file
 
@@ -602,9 +612,10 @@ class HeldVersions:
             found, memory = self._held[version]
             if found.readers and self._is_evictable(memory.grant):
                 del self._held[version]
-                if memory.file is not None:  # the snapshot's buffer belongs to the pool from now on
+                if memory.file is not None:  # the pool counts the snapshot's buffer from now on
                     self._close(memory.file)
                     self._memory.pool.attach(found.buffer)
+                    found.reusable = False
                 self._snapshots.add(found)
                 continue
             self._release(

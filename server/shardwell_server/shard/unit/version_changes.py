@@ -32,8 +32,8 @@ _Pair = tuple[WireDtype, int, int]
 class VersionChanges:
     """Changes between versions of one shard. Used on the event loop.
 
-    Those of ``_MAX_PAIRS`` pairs are kept, and at most three quarters of the size of the shard, until other requests
-    need the memory.
+    Those of ``_MAX_PAIRS`` pairs are kept, and at most three quarters of the size of the shard, until no client reads
+    them between two updates, or until other requests need the memory.
 
     Args:
         layout: The shard's unit.
@@ -58,6 +58,8 @@ class VersionChanges:
         self._stored_bytes = plans.plan(None, AS_STORED).size_bytes
         self._kept: dict[_Pair, tuple[VersionBytes, int] | None] = {}
         """Changes and their size, those that were read last at the end. None: the stream is sent instead."""
+        self._unread = set[_Pair]()
+        """Pairs that nobody has read since the last update began."""
         self._lock = asyncio.Lock()
         """Held while changes are computed, so that concurrent readers share them."""
 
@@ -79,11 +81,10 @@ class VersionChanges:
         """
         pair = wire_dtype, former.version, source.version
         async with self._lock:
-            found = self._kept[pair] = (
-                self._kept.pop(pair)
-                if pair in self._kept
-                else await self._make(wire_dtype, former, source, wait_s, what)
-            )
+            if is_kept := pair in self._kept:
+                self._unread.discard(pair)
+                self._kept[pair] = self._kept.pop(pair)
+            found = self._kept[pair] if is_kept else await self._make(pair, former, source, wait_s, what)
             if found is not None:
                 found[0].readers += 1
             self._trim()
@@ -94,6 +95,15 @@ class VersionChanges:
     def release(self, source: VersionBytes) -> None:
         """Ends one read of changes, or of a stream that was sent instead."""
         self._reader_copies.release(source)
+
+    def supersede(self) -> None:
+        """Discards the changes that nobody has read since the last update, because an update begins."""
+        self._drop_unread()
+        self._unread = set(self._kept)
+
+    def _drop_unread(self) -> None:
+        for pair in list(self._unread):
+            self._drop(pair)
 
     def discard(self) -> None:
         """Discards all changes. If they have readers, they become reader copies."""
@@ -110,6 +120,7 @@ class VersionChanges:
         return sum(changes[0].buffer.numel() for changes in filter(None, self._kept.values()))
 
     def _drop(self, pair: _Pair) -> None:
+        self._unread.discard(pair)
         if (changes := self._kept.pop(pair)) is not None:
             self._reader_copies.add(changes[0])  # frees it at once if it has no reader
 
@@ -124,8 +135,10 @@ class VersionChanges:
         return encoded.source, encoded.size_bytes
 
     async def _make(
-        self, wire_dtype: WireDtype, former: VersionBytes, source: VersionBytes, wait_s: float, what: str
+        self, pair: _Pair, former: VersionBytes, source: VersionBytes, wait_s: float, what: str
     ) -> tuple[VersionBytes, int] | None:
+        """Returns the changes, and keeps them. None: the stream is better, or no memory is free now."""
+        wire_dtype = pair[0]
         spans = shard_changes.spans_of(self._layout, self._plans.segments(None), wire_dtype, self._start_bytes)
         if not spans:
             return None
@@ -142,10 +155,18 @@ class VersionChanges:
                 for side in sides:
                     side.check()
             stream_bytes = buffers[1].numel()
-        buffer = None if pieces is None else await copied(self._memory, pieces, stream_bytes)
-        if pieces is None or buffer is None:
+        if pieces is None:
+            self._kept[pair] = None
             return None
-        return VersionBytes(buffer, source.version, newest=False), sum(map(len, pieces))
+        while (buffer := await copied(self._memory, pieces, stream_bytes)) is None:
+            if not self._unread:
+                return None
+            self._drop_unread()
+        if revoked := former.revoked or source.revoked:  # nothing would free changes of a dropped shard
+            self._memory.release_buffer(buffer)
+            raise revoked
+        found = self._kept[pair] = VersionBytes(buffer, source.version, newest=False), sum(map(len, pieces))
+        return found
 
 
 def _compute(spans: list[Span], before: torch.Tensor, after: torch.Tensor) -> list[bytes] | None:
