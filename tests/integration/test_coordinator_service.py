@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 from shardwell.processes.local_cluster import ServerProcess
 from shardwell.transport.service_client import CoordinatorClient
@@ -359,6 +360,8 @@ def test_empty_requests_are_rejected_by_field_name(shared: Cluster) -> None:
     for method in coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"].methods:
         if method.name not in lists:
             with pytest.raises((InvalidRequestError, NotFoundError, StaleEpochError)) as refused:
+                if method.server_streaming:
+                    list(shared.client.stream(method.name, GetMessageClass(method.input_type)(), timeout_s=5.0))
                 shared.call(method.name)
             assert str(refused.value)
 
