@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -125,14 +126,19 @@ def roll_out(options: argparse.Namespace) -> None:
 
 
 def attach(model: GPT) -> shardwell.Reader:
-    """Attaches to the run as soon as it has all weights of the model."""
+    """Attaches to the run as soon as it has all weights of the model, for which it waits at most two minutes."""
+    deadline = time.monotonic() + 120.0
     while True:
-        try:
-            reader = shardwell.attach()
-            reader.follow(model)
-            return reader
-        except (shardwell.NotFoundError, shardwell.StepStateError, shardwell.UsageError):
-            time.sleep(0.1)
+        with ExitStack() as attempt:
+            try:
+                reader = attempt.enter_context(shardwell.attach())
+                reader.follow(model)
+                attempt.pop_all()
+                return reader
+            except (shardwell.NotFoundError, shardwell.StepStateError, shardwell.UsageError):
+                if time.monotonic() > deadline:
+                    raise
+        time.sleep(0.1)
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 import shardwell
+from shardwell.engines.vllm_server import VllmServer, follow
 from shardwell.weights.pinned_version import PinnedVersion
-from shardwell_wire.errors import CorruptDataError, UsageError, VersionGoneError
+from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
 from tests.support.background_training import BackgroundTraining
 from tests.support.cluster import wait_until
 
@@ -144,3 +146,81 @@ def test_engine_gets_a_whole_version_or_nothing(
     with pytest.raises(CorruptDataError, match="planted"):
         shardwell.engines.load_weights(reader, weights.update)
     assert not weights
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_check_of_the_model_leaves_the_engines_config() -> None:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=8, **sizes)
+    before = dict(vars(config))
+    with pytest.raises(UsageError, match="does not fit the engine's model LlamaForCausalLM"):
+        shardwell.engines.refuse_other_model({}, config)
+    assert vars(config) == before
+
+
+class FakeServer(VllmServer):
+    """A server that records the calls and the versions that it is told to load."""
+
+    def __init__(self, url: str = "http://vllm", label: str = "default") -> None:
+        super().__init__(url, {"run": "gpt"})
+        self.label, self.fails = label, dict[str, BaseException]()
+        self.calls, self.loaded = list[str](), list[int]()
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        self.calls.append(path)
+        if error := self.fails.pop(path, None):
+            raise error
+        if path == "update_weights" and body is not None:
+            self.loaded.append(body["update_info"]["version"])
+        self.label = (body or {}).get("weight_version", self.label)
+        return {"weight_version": self.label, "world_size": 1}
+
+
+def followed(servers: Sequence[VllmServer], run: Iterator[tuple[str, int, int]]) -> None:
+    """Follows a run until there is no further description: the id, the number of rollbacks and the version."""
+    names = "run_id", "rollback_count", "version"
+    reader = SimpleNamespace(
+        _describe=lambda: SimpleNamespace(**dict(zip(names, next(run), strict=True))), wait_for=lambda *_: None
+    )
+    with pytest.raises(StopIteration):
+        follow(reader, servers)  # type: ignore[arg-type]
+
+
+def test_server_is_attached_to_the_run_that_is_followed() -> None:
+    server = FakeServer(label="7")  # the label may be of another run: an earlier command has set it
+    followed([server], iter([("a", 0, 7), ("a", 0, 7), ("a", 0, 8), ("a", 1, 8), ("b", 1, 8), ("b", 1, 8)]))
+    assert server.loaded == [7, 8, 8, 8]
+    assert server.calls.count("init_weight_transfer_engine") == 3  # not for the next version of the same history
+    server.label = "default"
+    server.update(9, history=("b", 1))  # the server was started again
+    assert server.calls.count("init_weight_transfer_engine") == 4
+
+
+def test_each_server_gets_the_version_that_is_the_newest_at_its_turn() -> None:
+    servers = [FakeServer(), FakeServer()]
+    followed(servers, (("a", 0, version) for version in range(4)))
+    assert [server.loaded for server in servers] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("path", ["pause?mode=wait", "update_weights"])
+@pytest.mark.parametrize("error", [UnavailableError("planted"), KeyboardInterrupt()])
+def test_interrupted_update_is_ended(path: str, error: BaseException) -> None:
+    server = FakeServer()
+    server.fails = {path: error, "resume": UnavailableError("later")}
+    with pytest.raises(type(error)) as raised:
+        server.update(3)
+    assert raised.value is error
+    assert server.calls[-3:] == ["update_weights", "finish_weight_update", "resume"] and server.version() == -1
+
+
+def test_half_loaded_server_stays_paused_until_an_update_succeeds() -> None:
+    server = FakeServer(label="3")
+    server.update(4)
+    server.fails = {"finish_weight_update": UnavailableError("planted")}
+    with pytest.raises(UnavailableError, match="planted"):
+        server.update(5)
+    assert server.calls[-1] == "finish_weight_update" and server.history is None
+    followed([server], iter([("", 0, 4)]))  # the number of its label
+    assert server.calls[-1] == "resume" and server.loaded[-1] == 4

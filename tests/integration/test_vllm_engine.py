@@ -248,13 +248,16 @@ def test_version_is_read_while_the_engine_serves(training: Any, llm: Any, monkey
         version = load(llm, run, reader)
         before = answers(llm)
         newest = reader.wait_for(version + 1, 60.0)
+        attach(llm, cluster, run)  # the run's model is checked again
         fails_at(patch, 0, lambda: (reading.set(), go_on.wait(60)))
         llm.start_weight_update()
         llm.update_weights({"update_info": {"version": newest, "background": True}})
         assert reading.wait(60) and answers(llm) == before
         go_on.set()
+        checks: list[threading.Thread] = []
+        patch.setattr("shardwell.engines.vllm.refuse_other_model", lambda *_: checks.append(threading.current_thread()))
         llm.update_weights({"update_info": {"version": newest}})
-        assert answers(llm) == before
+        assert answers(llm) == before and checks == [threading.current_thread()]
         llm.finish_weight_update(str(newest))
         llm.reset_prefix_cache()
         assert answers(llm) == expected(run, newest)
@@ -273,6 +276,28 @@ def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: p
             with pytest.raises(UsageError, match=r"has no 'head.weight' .* lacks 'model.embed_tokens.weight'"):
                 update(llm, version)
         assert llm.get_weight_version() == str(version) and answers(llm) == before
+        load(llm, run, reader)
+
+
+def test_load_that_fails_halfway_is_repeated(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models.llama import LlamaForCausalLM as Served
+
+    from shardwell.engines.vllm import update
+
+    cluster, run = training
+    loads = Served.load_weights
+
+    def fail(self: Any, pairs: Iterator[tuple[str, torch.Tensor]]) -> Any:
+        loads(self, (pair for pair in pairs if "q_proj" in pair[0]))  # a part of a tensor that vLLM joins
+        corrupt()
+
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        version = load(llm, run, reader)
+        reader.wait_for(version + 1, 60.0)
+        with monkeypatch.context() as patch, pytest.raises(CorruptDataError, match="planted"):
+            patch.setattr(Served, "load_weights", fail)
+            update(llm, reader.version)
+        assert llm.get_weight_version() == str(version)
         load(llm, run, reader)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def refuse_other_model(tensors: Mapping[str, torch.Tensor], config: Any) -> None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "quantization_config", None):
         return
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(deepcopy(config))  # which sets config.dtype
     shapes, ties = dict[str, torch.Size](), dict[int, list[str]]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         shapes[name] = tensor.shape

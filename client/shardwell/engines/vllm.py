@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 from vllm import LLM
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -56,7 +56,7 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     therefore leaves the former version, and can be repeated after ``finish_weight_update``.
 
     vLLM's executor for several workers reads no replies after that of a worker that raises, and takes them for those of
-    its next call. Therefore only the last worker raises, and nothing but an update does.
+    its next call. Therefore only the last worker of each executor raises, and nothing but an update does.
     """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
@@ -93,36 +93,37 @@ class ShardwellEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if self._reading is None:
                 raise StepStateError("the engine is not attached to a run: call init_weight_transfer_engine first")
             read = self._reading[1].result()
+            if not self._fits:  # not in the thread: the engine serves meanwhile, and this sets torch's default dtype
+                refuse_other_model(read, self.model_config.hf_config)
+                self._fits = True
         except Exception as error:
             logger.error("version %d was not loaded: %s", version, error)
             failure = error
         self._reading = None
         failed = torch.tensor([int(failure is not None)])
-        groups = get_tp_group(), get_pp_group()
-        for group in groups:  # the sums of rows, then of columns: all workers of the engine
-            torch.distributed.all_reduce(failed, group=group.cpu_group)
+        world, parallel = get_world_group(), self.parallel_config  # also data-parallel ranks, if they share experts
+        torch.distributed.all_reduce(failed, group=world.cpu_group)
+        has_own_executor = parallel.distributed_executor_backend == "external_launcher"
         if not failed.item():
             self._read = read
-        elif all(group.is_last_rank for group in groups):
+        elif has_own_executor or (world.rank_in_group + 1) % parallel.world_size == 0:
             raise failure or UnavailableError(f"another worker did not load version {version}: its log says why")
 
     def _read_version(self, version: int) -> dict[str, torch.Tensor]:
         if self._reader is None:
             assert self._attached is not None
             self._reader = attach(**asdict(self._attached))
-        read = self._reader.read(version)[1]
-        if not self._fits:
-            refuse_other_model(read, self.model_config.hf_config)
-            self._fits = True
-        return read
+        return self._reader.read(version)[1]
 
     def finish_weight_update(self) -> None:
         if self._read is None:
             return  # the update has failed, or has only started to read
         read, self._read = self._read, None
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(read.items()))
-        finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            self.model.load_weights(iter(read.items()))
+        finally:  # also after an error: the next update would otherwise add to half-loaded layers
+            finalize_layerwise_reload(self.model, self.model_config)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
@@ -144,14 +145,16 @@ def update(llm: LLM, version: int) -> None:
         version: The version. The run has to keep it until all workers have pinned it (``join(keep_versions=...)``).
 
     Raises:
-        Exception: As ``Reader.read``, or vLLM's own error. The engine has its former version.
+        Exception: As ``Reader.read``, or vLLM's own error. The engine has its former version, unless vLLM has failed
+            while it loaded what was read. Then repeat the update before the next request, or start an engine of several
+            workers again.
     """
     llm.start_weight_update()
     try:
         llm.update_weights({"update_info": {"version": version}})
+        llm.finish_weight_update(str(version))
     except Exception:
         with suppress(Exception):  # ends the update in the workers that did not raise
             llm.finish_weight_update()
         raise
-    llm.finish_weight_update(str(version))
     llm.reset_prefix_cache()

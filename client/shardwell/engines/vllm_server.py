@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +35,12 @@ class VllmServer:
         attached: Arguments of ``shardwell.attach`` for the server's workers, such as ``address``, ``run`` and a
             ``token_file`` of the server's host.
         timeout_s: Deadline of each request in seconds.
+
+    Attributes:
+        history: ``history`` of the last ``update``. None: none was finished, or its last one was interrupted.
     """
+
+    history: tuple[str, int] | None = None
 
     def __init__(self, url: str, attached: dict[str, Any], *, timeout_s: float = 300.0) -> None:
         self.url, self._attached, self._timeout_s = url.rstrip("/"), attached, timeout_s
@@ -43,19 +50,22 @@ class VllmServer:
         label = self._call("weight_info")["weight_version"]
         return int(label) if label.isdecimal() else -1
 
-    def update(self, version: int, *, lead_s: float = 0.0) -> None:
-        """Loads a version. If this fails, the server goes on with the former version, and the call can be repeated.
+    def update(self, version: int, *, lead_s: float = 0.0, history: tuple[str, int] = ("", 0)) -> None:
+        """Loads a version. The call can be repeated if it fails.
 
         The server finishes its running requests with the former version, and then pauses until the version is loaded.
+        If not all workers can read the version, the server goes on with the former version. If vLLM fails while it
+        loads what they have read, the server stays paused until an update succeeds.
 
         Args:
             version: The version. The run has to keep it until all workers have pinned it.
             lead_s: Seconds in which the server reads the version and still serves. The pause includes the rest.
+            history: The run's id and its number of rollbacks. If it is another than before, the workers attach again.
 
         Raises:
             UnavailableError: The server cannot be reached, or could not load the version.
         """
-        if self.version() < 0:
+        if self.version() < 0 or self.history != history:
             self._call("init_weight_transfer_engine", {"init_info": self._attached})
         try:
             self._call("start_weight_update", {})
@@ -69,17 +79,17 @@ class VllmServer:
                 time.sleep(lead_s)
             self._call("pause?mode=wait", {})
             self._call("update_weights", loads)
-        except UnavailableError:
+        except BaseException:  # also Ctrl-C
             # Ends the update in the workers that did not raise, so that they load nothing, also if only the reply of
             # the call above was lost.
-            for path, body in (("update_weights", reads), ("finish_weight_update", {})):
+            for path, body in (("update_weights", reads), ("finish_weight_update", {}), ("resume", {})):
                 with suppress(UnavailableError):
                     self._call(path, body)
             raise
-        else:
-            self._call("finish_weight_update", {"weight_version": str(version)})
-        finally:
-            self._call("resume", {})
+        self.history = None
+        self._call("finish_weight_update", {"weight_version": str(version)})
+        self._call("resume", {})
+        self.history = history
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -104,23 +114,25 @@ def follow(reader: Reader, servers: Sequence[VllmServer], *, lead_s: float = 0.0
     """
     while True:
         try:
-            newest = reader.version
-            for server in servers:
-                _update(server, newest, lead_s)
+            oldest = min([_update(server, reader, lead_s) for server in servers])
             with suppress(DeadlineError):
-                reader.wait_for(newest + 1, pause_s)
+                reader.wait_for(oldest + 1, pause_s)
         except ShardwellError as error:
             logger.warning("the servers keep their versions: %s", error)
             time.sleep(pause_s)
 
 
-def _update(server: VllmServer, version: int, lead_s: float) -> None:
+def _update(server: VllmServer, reader: Reader, lead_s: float) -> int:
+    """Updates a server to the version that is now the newest; returns that version."""
+    run = reader._describe()
+    history = run.run_id, run.rollback_count
     try:
-        if server.version() != version:
-            server.update(version, lead_s=lead_s)
-            logger.info("%s serves version %d", server.url, version)
+        if server.version() != run.version or server.history != history:
+            server.update(run.version, lead_s=lead_s, history=history)
+            logger.info("%s serves version %d", server.url, run.version)
     except UnavailableError as error:
-        logger.warning("the server keeps its version: %s", error)
+        logger.warning("the server was not updated: %s", error)
+    return run.version
 
 
 def main() -> NoReturn:
@@ -133,6 +145,7 @@ def main() -> NoReturn:
     parser.add_argument("--lead-s", type=float, default=0.0, help="seconds in which a server reads and still serves")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends an update as Ctrl-C does
     address = options.address or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
     attached = {"address": address, "run": options.run, "token_file": options.token_file}
     with attach(**attached) as reader:
