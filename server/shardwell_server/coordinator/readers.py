@@ -104,6 +104,8 @@ class Readers:
 
     def give_up(self, newest: int, now: float) -> list[str]:
         """Call before each attempt to commit. Stops waiting for readers whose time is over; returns a line for each."""
+        if self._max_lag is None:
+            return []
         behind = self._behind(newest)
         since = {name: now - _waited_s(seen, now) for name, seen in behind.items()}
         late = {name: seen for name, seen in behind.items() if now - since[name] >= seen.hold_s}
