@@ -60,7 +60,7 @@ larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, al
 test: install  ## Run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test-long: install  ## Run the tests that take whole examples and benchmarks (6 minutes)
+test-long: install  ## Run the tests that take whole examples, benchmarks and model families (9 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -m long
 
 lint: install check-protos  ## Check formatting, style, types, imports and stubs

@@ -90,6 +90,7 @@ def test_ranks_train_one_model_on_the_cluster_of_rank_0(tmp_path: Path) -> None:
     assert "late rank still reads 4" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("closes", [False, True])
 def test_second_join_trains_another_model_on_another_cluster(tmp_path: Path, closes: bool) -> None:
     done = torchrun(tmp_path / "train.py", f"CLOSES = {closes}\n", JOINS_TWICE)

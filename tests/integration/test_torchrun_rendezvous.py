@@ -162,6 +162,7 @@ def agents(cluster: shardwell.LocalCluster, folder: Path, run: str, replicas: in
             )
 
 
+@pytest.mark.long
 def test_agents_restart_the_replica_of_a_lost_trainer(cluster: shardwell.LocalCluster, tmp_path: Path) -> None:
     run = uuid.uuid4().hex
     started = list(agents(cluster, tmp_path, run, replicas=2))

@@ -39,6 +39,7 @@ def plain() -> dict[str, int]:
     return probe("plain")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "socket", "grpc"])
 def test_freed_units_hold_no_memory(cluster: shardwell.LocalCluster, plain: dict[str, int], transport: str) -> None:
     sharded = probe(cluster.address, transport)

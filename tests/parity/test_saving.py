@@ -231,6 +231,7 @@ LIMIT_BYTES = 60 << 20
 """Memory for several of the 16 layers, which have 8.4 MB each."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SAVES)
 def test_saving_a_model_holds_only_a_few_layers(kind: str, tmp_path: Path, cluster: shardwell.LocalCluster) -> None:
     result = subprocess.run(
