@@ -2,8 +2,8 @@
 
 Trains a small GPT on English text with AdamW, first at a learning rate that changes all weights, then at each measured
 learning rate from these weights. Bytes are counted over the measured steps, in which the trainer has every base. The
-CPU time of deltas is measured by itself, on the weights of consecutive steps. A reader without a cache reads what has
-changed since the former version (``PinnedVersion.changes``) after each measured step.
+CPU time of deltas is measured without training, on the weights of consecutive steps. After each measured step, a reader
+without a cache reads what has changed since the former version (``PinnedVersion.changes``).
 """
 
 from __future__ import annotations

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from shardwell_server.shard.state.runs import HostedRun
 from shardwell_server.shard.state.shard_store import ShardStore
+from shardwell_server.shard.unit.encoded_versions import EncodedStream
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_server.shard.unit.values import Values, VersionBytes
 from shardwell_wire import fault_points
@@ -152,12 +153,8 @@ async def reading(
             return
         base = request.base if request.HasField("base") else None
         encoded = await shard.encoded.read(request.wire_dtype, source, wait_s=wait_s, what=shard.what, base=base)
-        if encoded.deltas is not None:
-            header.deltas.CopyFrom(encoded.deltas)
-        try:
-            yield Reading(shard, encoded.source, header, 0, encoded.size_bytes)
-        finally:
-            shard.encoded.release(encoded.source)
+        with _reading_stream(shard, encoded, header, shard.encoded.release) as reading:
+            yield reading
     finally:
         shard.values.release(source)
 
@@ -178,14 +175,26 @@ async def _reading_changes(
     _, former = shard.values.read_at_once(request.since)
     try:
         found = await shard.changes.read(request.wire_dtype, former, source, wait_s=wait_s, what=shard.what)
-        if found.deltas is not None:
-            header.deltas.CopyFrom(found.deltas)
-        try:
-            yield Reading(shard, found.source, header, 0, found.size_bytes)
-        finally:
-            shard.changes.release(found.source)
+        with _reading_stream(shard, found, header, shard.changes.release) as reading:
+            yield reading
     finally:
         shard.values.release(former)
+
+
+@contextmanager
+def _reading_stream(
+    shard: UnitShard,
+    stream: EncodedStream,
+    header: shard_pb2.GatherHeader,
+    release: Callable[[VersionBytes], None],
+) -> Iterator[Reading]:
+    """Yields a kept stream of encoded values or changes, and releases it."""
+    if stream.deltas is not None:
+        header.deltas.CopyFrom(stream.deltas)
+    try:
+        yield Reading(shard, stream.source, header, 0, stream.size_bytes)
+    finally:
+        release(stream.source)
 
 
 def version_of(request: shard_pb2.GatherRequest) -> int | None:

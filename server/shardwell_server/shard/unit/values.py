@@ -427,7 +427,7 @@ class VersionBytes:
     newest: bool = True
     """False once another version replaces this one, or is about to."""
     reusable: bool = True
-    """Whether the pool keeps the memory for others after its release. False for a file without a name."""
+    """Whether the pool may give the memory to another owner after its release. False for an unlinked file."""
 
     def check(self) -> None:
         """Raises the reason if the bytes have been revoked. See Note: [Moving versions]."""
