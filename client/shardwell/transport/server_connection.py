@@ -532,6 +532,8 @@ class TransportSelector:
             error: Its error. A server rejects messages about a session of shared memory that broke.
             is_shared: Whether the operation needs the transport through shared memory.
         """
+        if "not_shared" in error.data:
+            return False  # the session is open: there is no end of it to wait for
         if is_shared and self.shared is not None and self.shared.session.broke_within(_NOTICE_S):
             return True
         if not isinstance(error, UnavailableError) or self.stream is None or not self.stream.broke:

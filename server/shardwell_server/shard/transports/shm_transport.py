@@ -265,7 +265,7 @@ async def locate_shard(
     """Returns the file that holds a shard, after waiting for a version.
 
     Raises:
-        ConflictError: The session is not open, or the shard is not in shared memory.
+        ConflictError: The session is not open. Or the shard is not in shared memory: ``data`` has ``not_shared``.
         ShardwellError: As ``Values.read``.
     """
     store.lease.check()
@@ -278,11 +278,11 @@ async def locate_shard(
     live = shard.values.live
     assert live is not None
     if live.file is None:
-        raise ConflictError(f"{shard.what} is not in shared memory ({live.why_not_shared}): use another transport")
+        reason = f"is not in shared memory ({live.why_not_shared}): use another transport"
+        raise ConflictError(f"{shard.what} {reason}", not_shared=True)
     if shard.spec.asynchronous:
-        raise ConflictError(
-            f"{shard.what} cannot be mapped: its newest version changes while work items read it. Use another transport"
-        )
+        reason = "cannot be mapped: its newest version changes while work items read it. Use another transport"
+        raise ConflictError(f"{shard.what} {reason}", not_shared=True)
     segment = shard_pb2.SharedSegment(file=session.offer(live.file.shared), size_bytes=shard.size_bytes)
     return shard_pb2.LocateShardResponse(version=version, segment=segment)
 
