@@ -74,7 +74,6 @@ class PublishedCredentials:
 
     Args:
         address: host:port of a server on this host.
-        key: Key of its cluster.
     """
 
     def __init__(self, address: str, key: ClusterKey) -> None:

@@ -44,7 +44,6 @@ def report_table(
 
     Args:
         headings: Headings of the columns. If all are empty, the table has no heading.
-        rows: Cells.
         numbers: Headings of the columns that are aligned to the right.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(headings))
@@ -62,7 +61,6 @@ class Listing:
     fit either, the lines are longer than the console.
 
     Args:
-        *headings: Headings of the columns.
         optional: Headings of the columns that may be left out, the least important first.
         wrapped: Headings of the columns whose cells continue in the next line, at spaces.
     """
@@ -121,7 +119,6 @@ def division_tables(models: Iterable[coordinator_pb2.ModelPlan], tp: int) -> lis
     """Returns a line and a table for each model that is divided over tensor and pipeline ranks.
 
     Args:
-        models: The models.
         tp: Number of tensor-parallel ranks.
     """
     found: list[RenderableType] = []

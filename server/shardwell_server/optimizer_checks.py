@@ -93,7 +93,6 @@ def check_fit(
     Args:
         optimizer: Passed ``validate``.
         groups: Group index of each parameter; negative for parameters that are not optimised.
-        layout: The unit.
         cuts: Bounds of the shards, in bytes of the flat vector.
 
     Raises:

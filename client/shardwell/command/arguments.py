@@ -53,8 +53,6 @@ def add_command(
     """Adds a subcommand, whose texts keep their line breaks; returns its parser.
 
     Args:
-        subparsers: The subcommands.
-        name: Name of the subcommand.
         help_line: What the list of subcommands says.
         handler: Runs it.
         description: What its help says first.

@@ -170,7 +170,6 @@ def peek(
     """Reads a parameter from all servers that hold a part of it.
 
     Args:
-        coordinator: The coordinator, which names the servers.
         request: The parameter, by its name in the model or in the run, and the values to read.
         timeout_s: Deadline of each rpc.
 
@@ -481,7 +480,6 @@ def trace_events(
     """Yields the events of a trace: the names of the tracks, and each step with its parts, in microseconds.
 
     Args:
-        run: Name of the run.
         response: What the trainers have reported.
         steps: Most steps of each trainer.
     """

@@ -98,7 +98,6 @@ class _Upgrade:
     """The servers of a cluster, before and while they are restarted.
 
     Args:
-        coordinator: The coordinator.
         arguments: The arguments of the command.
 
     Raises:

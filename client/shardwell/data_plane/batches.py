@@ -59,7 +59,6 @@ def take_batch(waiting: deque[Transfer], ready_count: int, *, max_count: int, us
     """Removes the transfers of the next message from a queue.
 
     Args:
-        waiting: The queue.
         ready_count: Number of transfers at its front that may be sent. At least 1.
         max_count: Most transfers of a message.
         usual_bytes: Size of a message. The transfers that may be sent are divided evenly over as many messages as this
@@ -86,7 +85,6 @@ def run_all(tasks: deque[Task], run: Callable[[Task], None], threads: DaemonThre
 
     Args:
         tasks: The tasks. They are removed.
-        run: Runs one task.
         threads: The other threads. If none is free, this thread runs all tasks.
         max_threads: Most threads, with this one.
     """

@@ -74,11 +74,7 @@ ReadResiduals = Callable[[int, UnitLayout], Mapping[int, torch.Tensor]]
 
 
 class _Residual:
-    """The rounding errors of one unit's gradients for one rank, in vectors laid out like the unit.
-
-    Args:
-        layout: Layout of the unit.
-    """
+    """The rounding errors of one unit's gradients for one rank, in vectors laid out like the unit."""
 
     def __init__(self, layout: UnitLayout) -> None:
         numel = layout.size_bytes // _ITEM_BYTES
@@ -185,8 +181,6 @@ class ErrorFeedback:
         """Adds the residuals to gradients, encodes the sums, and keeps the new residuals.
 
         Args:
-            unit_index: The unit.
-            layout: Layout of the unit.
             dp_rank: The logical rank whose work item the gradients belong to.
             gradients: By parameter index; whole, contiguous, on the CPU, without a graph. Not changed. Each [numel].
 

@@ -145,8 +145,6 @@ class Fetches:
         """Starts to fetch all shards of a unit.
 
         Args:
-            unit: The unit.
-            version: The version to fetch.
             target: Receives the flat vector; must stay in place until the future is done. [layout.size_bytes]
             layout: The same parameters in the dtypes to deliver. None: the stored dtypes.
             exact: Whether to read the values as stored, without rounding.
@@ -172,7 +170,6 @@ class Fetches:
 
         Args:
             unit: The unit. ``is_registered`` is true for all its shards.
-            version: The version to copy.
             copy: Copies the part of one shard.
             alternative: See ``Alternative``.
 
@@ -290,7 +287,6 @@ def wait_in_place(unit: RemoteUnit, version: int, stats: TrafficStats) -> int:
 
     Args:
         unit: A unit with a vector.
-        version: The version to wait for.
         stats: Counts the waiting time.
 
     Raises:
@@ -370,7 +366,6 @@ def read_newest(find: Callable[[], RemoteUnit], read: Read, check: Callable[[], 
 
     Args:
         find: Returns the unit as it is cut now.
-        read: Reads one shard.
         check: Raises if this trainer cannot continue. Called before a read is repeated.
         limit_s: How long to retry while versions are replaced, shards move, or the run is loaded.
     """

@@ -72,10 +72,7 @@ class IncomingChanges(Incoming):
 
     Args:
         spans: The segments of the shard in its stream.
-        since: The version.
         whole: Receives the whole shard, if the server sends it.
-        stream_bytes: Size of the whole stream.
-        what: Names the shard in errors.
     """
 
     def __init__(self, spans: Sequence[Span], since: int, whole: RangeTarget, stream_bytes: int, what: str) -> None:
@@ -224,7 +221,6 @@ def views(plans: RangePlans, layout: UnitLayout, memory: memoryview, start_bytes
     """Returns the range's segments of parameters as views of memory.
 
     Args:
-        plans: The range.
         layout: The dtypes of the memory.
         memory: Laid out like a part of the layout's flat vector.
         start_bytes: Offset of the memory in the flat vector.

@@ -135,7 +135,6 @@ class GradientChecksums:
         """Adds the gradients of one backward.
 
         Args:
-            unit_index: The unit.
             gradients: ``(parameter index, gradient)``; each dense and contiguous.
         """
         for index, gradient in gradients:

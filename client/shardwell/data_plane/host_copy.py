@@ -49,7 +49,6 @@ class HostCopy:
     """One shard in shared memory of this host. Thread-safe.
 
     Args:
-        address: The shard.
         common: What all copies have in common.
         relay: The relay that fetches the shard. None: this process does.
         location: Where the relay has the shard. None: memory of this process is made for it.

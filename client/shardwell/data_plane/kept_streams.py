@@ -96,7 +96,6 @@ class DeltaIncoming(Incoming):
         use: Decodes the new stream.
         buffers: Memory for deltas.
         cache: Counts bytes.
-        what: Names the stream in errors.
     """
 
     def __init__(
@@ -161,7 +160,6 @@ class KeptStream:
 
     Args:
         cache: The memory of all kept streams. The stream takes its part when it is received for the first time.
-        what: Names the stream in errors.
     """
 
     def __init__(self, cache: DeltaCache, what: str) -> None:
@@ -256,7 +254,6 @@ class DecodedStream:
 
     Args:
         cache: Counts bytes.
-        what: Names the stream in errors.
         version: The version of the values. None: there are none.
         encode: Encodes the values into memory of the size of the stream.
     """
@@ -286,9 +283,7 @@ def receiving(
     """Context with the memory for an encoded stream: the kept stream, or temporary memory.
 
     Args:
-        size_bytes: Size of the stream.
         use: Decodes the stream.
-        buffers: Temporary memory.
         kept: The kept stream of the shard, if there is one.
     """
     if kept is not None:

@@ -26,7 +26,6 @@ class RemotePartition:
     the state that it staged. The next step then fetches only the gradient, if the server confirms the cached version.
 
     Args:
-        unit_index: Index of the unit.
         location: Where the segment is; not empty.
         shard: The shard that contains the segment.
         timeout_s: Deadline of reading or staging.

@@ -169,7 +169,6 @@ class PushesInFlight:
         """Called in any thread with parts that have ended. Raises nothing: a push that is not counted never ends.
 
         Args:
-            parts: The parts.
             failure: Why all of them failed. None: each part has its own error, or none.
         """
         error, ended = None, list[UnitPush]()
@@ -294,7 +293,6 @@ class Pushes:
         Waits while more than ``push_bytes`` are in flight. Raises the error of an earlier push that failed.
 
         Args:
-            unit: The unit.
             header: See ``RemoteShard.prepare_push``.
             gradients: ``(parameter index, gradient)`` by rising index. The caller must not change them afterwards.
             excuse: Returns whether an error of this push does not matter. Called in any thread.
@@ -339,9 +337,7 @@ class Pushes:
         """Starts a push when there is room for it.
 
         Args:
-            unit: The unit.
             prepare: Prepares one shard's part.
-            push: The push.
             held_bytes: Memory of the gradients. None: their size.
             copies: Whether gradients that go through shared memory are copied at once.
         """
@@ -408,12 +404,10 @@ class Pushes:
         """Starts to push sums of several ranks' gradients to some shards of a unit. Called in any thread.
 
         Args:
-            unit: The unit.
             header: See ``push``. Names the ranks.
             indices: Parameters that have a gradient, by rising index.
             sums: By shard number. Each laid out like its shard. uint8. [stop_bytes - start_bytes]
             excuse: See ``push``.
-            when_pushed: Called when all sums are pushed.
         """
         by_start = {unit.shards[number].start_bytes: buffer for number, buffer in sums.items()}
         size = sum(buffer.numel() for buffer in sums.values())
@@ -435,9 +429,7 @@ class Pushes:
         """Starts the pushes to shards of a unit. Call it within ``uninterrupted``.
 
         Args:
-            unit: The unit.
             prepare: Prepares one shard's part.
-            push: The push.
             numbers: Numbers of the shards. None: all.
         """
         with self._starting:

@@ -69,9 +69,6 @@ class ShardOwner(Resending[ServerConnection]):
 
     Attributes:
         server: The present owner. Changed by ``move`` only.
-
-    Args:
-        server: The present owner.
     """
 
     def __init__(self, server: ServerConnection) -> None:
@@ -103,7 +100,6 @@ class ShardFetch(ShardRead):
     """A fetch of one version of a shard, which runs when it is called, or in a batch.
 
     Args:
-        remote: The shard.
         version: The version to wait for. None: the newest.
         target: Receives the values.
         average: See ``ShardRead``.
@@ -319,12 +315,9 @@ class RemoteShard:
     the transport.
 
     Args:
-        run: The run.
-        layout: Layout of the unit.
         server: The server that owns the range, or the owner of a shard that may move.
         start_bytes: Half-open range of the flat vector.
         stop_bytes: End of the range.
-        wire: The dtypes in which values travel.
     """
 
     def __init__(
@@ -373,7 +366,6 @@ class RemoteShard:
         """Reads whole elements as a stream. They travel as stored, and are rounded here.
 
         Args:
-            version: The version.
             start_bytes: Start of the range in the flat vector.
             target: Receives the range.
         """
@@ -420,7 +412,6 @@ class RemoteShard:
         """Maps the shard's segment, so that fetches copy from it.
 
         Args:
-            location: The segment.
             ask: See ``SharedVector``.
         """
         self.address.window = SharedVector(self.address.layout.unit, [location], ask=ask)
@@ -474,7 +465,6 @@ class RemoteShard:
         """Reads what has changed since a version: from the server, or by comparing a stream that is kept for deltas.
 
         Args:
-            version: The version to read.
             since: The older version.
             target: Receives the shard if the server sends it whole. [stop_bytes - start_bytes]
 
@@ -501,7 +491,6 @@ class RemoteShard:
         """Reads the values' moving average; see ``fetch``.
 
         Args:
-            version: The version.
             target: Receives the range.
             member: Whether only a member of the run may wait for the version.
         """
@@ -545,7 +534,6 @@ class RemoteShard:
         """Returns a fetch to a GPU, from registered memory. Waits for the version, and for the copy.
 
         Args:
-            version: The version.
             copy: Copies the shard's part.
         """
         target = DeviceTarget(self.start_bytes, self.stop_bytes, copy, self._wire.encoded)
@@ -623,7 +611,6 @@ class RemoteShard:
         """Prepares a push of a sum of several ranks' gradients; see ``prepare_push``. The sum is never rounded.
 
         Args:
-            header: Names the ranks.
             indices: Parameters that have a gradient, by rising index.
             memory: The sum, laid out like the range. uint8. [stop_bytes - start_bytes]
         """

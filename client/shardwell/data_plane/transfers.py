@@ -153,7 +153,6 @@ class TransferQueue:
         """Queues a transfer.
 
         Args:
-            size_bytes: Size of the transfer.
             work: Runs the transfer. Called with a ``NearlyDone`` callback. None is the result 0.
             ended: See ``Ended``. Not called if this method raises.
 

@@ -25,7 +25,6 @@ def choose_device(membership: Membership, device_type: str, *, position: int = 0
     such a variable it is the first that no other trainer uses.
 
     Args:
-        membership: This trainer's membership in the run.
         device_type: The type. The CPU is neither chosen nor reported.
         position: Index of the device that is tried first without LOCAL_RANK, modulo the number of devices.
         shared: True if other trainers that say so, too, may use the device.

@@ -25,7 +25,6 @@ class PlanReport:
     """Reports a trainer's parallel plan to the coordinator, which compares it with the run's.
 
     Args:
-        membership: This trainer's membership in the run.
         units: The sharded units, which say which models belong to the session.
     """
 

@@ -57,12 +57,7 @@ def lost_peer_error(error: BaseException) -> ReplicaLostError:
 
 
 def silent_peers_error(names: Collection[str], error: BaseException) -> ReplicaLostError:
-    """Returns the error for a collective that failed because other trainers do not answer the coordinator, either.
-
-    Args:
-        names: The trainers.
-        error: The error of the collective.
-    """
+    """Returns the error for a collective that failed because other trainers do not answer the coordinator, either."""
     return ReplicaLostError(
         f"{' and '.join(f'trainer {name!r}' for name in names)} of this replica sent nothing for longer than a lease, "
         "and a collective waited too long: look whether the process is stopped or its host is cut off (shardwell "
@@ -150,8 +145,6 @@ class ReplicaProcessGroup:
         aborted: True if results of collectives may be undefined. See Note: [Ending a collective].
 
     Args:
-        backend: Name of the backend.
-        device_type: Device type of the mesh.
         store: The store in which the trainers of the replica meet.
         rank: This trainer's rank in the replica.
         shape: Sizes of the axes by name, slowest first.
@@ -227,7 +220,6 @@ class AbsentTrainers(dist.ProcessGroup):
     Args:
         store: Not used.
         rank: This trainer's rank.
-        size: Number of trainers.
         timeout: Not used.
     """
 

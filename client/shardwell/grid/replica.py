@@ -65,7 +65,6 @@ def device_mesh(membership: Membership, step: int, *, device_type: str, wait_lim
     coordinator passes the store's address to the others.
 
     Args:
-        membership: This trainer's membership in the run.
         step: Number of committed steps.
         device_type: Device type of the mesh. ``cpu`` uses gloo, ``cuda`` NCCL.
         wait_limit_s: Longest wait for the other trainers, and of a collective for a trainer that does not answer.
@@ -275,7 +274,6 @@ class ReplicaGroup:
     """The default process group of a trainer, which spans its replica.
 
     Args:
-        membership: This trainer's membership in the run.
         wait_limit_s: Longest wait for the other trainers, and of a collective for a trainer that does not answer.
     """
 
@@ -299,7 +297,6 @@ class ReplicaGroup:
         Forms the process group at the first call, and again if the trainers of the replica have changed.
 
         Args:
-            device_type: Device type of the mesh.
             backend: Backend of the process group. None: ``nccl`` for ``cuda``, otherwise ``gloo``.
 
         Raises:
@@ -552,7 +549,6 @@ def check_backend(device_type: str, backend: str | None) -> str:
     """Returns the backend of process groups on a type of device.
 
     Args:
-        device_type: The type.
         backend: The backend that the caller wants. None: the usual one.
 
     Raises:

@@ -27,7 +27,6 @@ class CoordinatorStore(Store):
         """Calls ``StoreGet`` until all keys have values.
 
         Args:
-            request: The request.
             timeout_s: Longest wait. ``DistStoreError`` ends it. None: that of the store.
         """
         raise NotImplementedError
@@ -84,7 +83,6 @@ class CoordinatorStore(Store):
         """Waits until all keys have values.
 
         Args:
-            keys: The keys.
             timeout: Longest wait. None: as ``get``.
 
         Raises:
@@ -119,10 +117,6 @@ class ReplicaStore(CoordinatorStore):
 
     Waits end with ``DeadlineError`` after ``wait_limit_s``, and with ``DistStoreError`` after a shorter timeout of
     ``wait``. All calls end with ``StaleEpochError`` when the trainers of the replica have changed.
-
-    Args:
-        membership: This trainer's membership in the run.
-        replica_epoch: Epoch of the replica whose store this is.
     """
 
     def __init__(self, membership: Membership, replica_epoch: int) -> None:

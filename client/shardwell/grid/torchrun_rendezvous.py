@@ -61,10 +61,6 @@ class TorchrunStore(CoordinatorStore):
     """The store of one rendezvous.
 
     All calls raise ``DistStoreError`` if the coordinator cannot be reached, and waits also after the timeout.
-
-    Args:
-        client: Calls the coordinator.
-        rendezvous: Name of the rendezvous.
     """
 
     def __init__(self, client: CoordinatorClient, rendezvous: str) -> None:

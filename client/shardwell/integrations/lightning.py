@@ -262,7 +262,6 @@ class _TrackedLoops:
     """The state of Lightning's loops, callbacks and schedules that the run stores with every commit.
 
     Args:
-        trainer: Lightning's Trainer.
         optimizer: The optimizer, whose hyper-parameters are stored, too.
     """
 

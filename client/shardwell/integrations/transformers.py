@@ -343,9 +343,6 @@ class _CommittedOptimizer(AcceleratedOptimizer):
 class _TrackedTrainer:
     """The state of a Trainer that the run stores with every commit.
 
-    Args:
-        trainer: The Trainer.
-
     Attributes:
         restored: State from a commit that the Trainer has to start from. None: it is there.
         applied: State with which ``train`` has started.

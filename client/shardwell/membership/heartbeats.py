@@ -37,7 +37,6 @@ class RunNotices:
     before it.
 
     Args:
-        run: Name of the run.
         clock: Returns the time in seconds.
     """
 
@@ -75,8 +74,6 @@ class MembershipStream:
     """Keeps a membership stream open in a background thread. Opens it again when it breaks.
 
     Args:
-        coordinator: The coordinator.
-        request: Names the membership.
         note_news: Called in the thread with each message.
         end: Called in the thread with the error that ended the membership.
     """
@@ -178,7 +175,6 @@ class Heartbeats:
     """Sends the heartbeats of one membership from a background thread.
 
     Args:
-        coordinator: The coordinator.
         membership: A request that names the membership. The reports are added to copies of it.
         reports: What to report.
         lease_s: Duration of the lease.

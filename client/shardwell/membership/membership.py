@@ -78,7 +78,6 @@ class Membership:
 
     Args:
         config: Options of the trainer.
-        coordinator: The coordinator.
         advise: Returns advice if the first calls do not reach the coordinator. Raises if waiting is pointless.
 
     Raises:
@@ -297,7 +296,6 @@ class Membership:
         """Repeats an rpc with ``wait_s`` and ``waiting_for`` until ``done(response)`` is true; returns this response.
 
         Args:
-            rpc_name: The rpc.
             request: Its request; ``wait_s`` is set here.
             done: Returns whether the response is final.
             what: What the rpc waits for, for messages.

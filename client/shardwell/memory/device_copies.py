@@ -247,7 +247,6 @@ def to_device(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Args:
         source: Host memory that only ``to_host`` has used.
-        device: The device to copy to.
     """
     compute, stream = torch.cuda.current_stream(device), _push_stream(device)
     target = torch.empty_like(source, device=device)

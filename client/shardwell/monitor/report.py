@@ -316,7 +316,6 @@ def find_bottlenecks(steps: Sequence[StepTimes], setup: MonitoredSetup) -> tuple
     """Returns the bottlenecks of measured steps, the most severe first. Empty if there are none.
 
     Args:
-        steps: The steps.
         setup: Options and sizes of their session.
     """
     if not steps:

@@ -246,7 +246,6 @@ class StepMonitor:
         """Called when a step is committed. Starts the next one.
 
         Args:
-            step: The step.
             facts: What the coordinator says about it.
             sample: The counters now.
             gather_waits: Start and end of each gather wait since the last call, by ``time.perf_counter``.

@@ -63,7 +63,6 @@ class PartitionOptimizer(ShardedOptimizer):
         """Updates one segment of a partition in place.
 
         Args:
-            unit: Name of the unit, for errors.
             segment: Its gradients are clipped. Only parameters in a group have a gradient; there is at least one.
             groups: Index of each parameter's group by layout index; negative for parameters in no group.
         """

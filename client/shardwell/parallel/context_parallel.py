@@ -189,8 +189,6 @@ class ContextParallel:
 
         Args:
             query: This rank's queries. [batch, heads, length of the part, width]
-            key: Its keys.
-            value: Its values.
             is_causal: Whether a position attends only to itself and those before it.
             **options: ``scale`` and ``enable_gqa``.
         """

@@ -82,7 +82,6 @@ def trace(model: nn.Module, roles: SplitRoles, example: Example, whole: Dataflow
     The model is unchanged afterwards.
 
     Args:
-        model: The whole model.
         roles: What the plan does with the modules.
         example: Arguments of the call.
         whole: The run of the whole model. None: this is that run.
@@ -126,7 +125,6 @@ def examples(model: nn.Module, tp: int, given: Any = None) -> Iterator[Example]:
     """Yields examples with which a model may be called: the given one, or token ids of a few lengths.
 
     Args:
-        model: The model.
         tp: Number of tensor-parallel ranks.
         given: A tensor, or a tuple of positional or a dict of keyword arguments. None: not known.
     """

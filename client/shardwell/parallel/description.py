@@ -208,7 +208,6 @@ def describe_model(module: nn.Module, class_name: str, stages: Sequence[StageDes
     """Returns the description of the model that a module is, or is a stage of. Makes one if there is none.
 
     Args:
-        module: The model, or a stage of it.
         class_name: For a new description: class of the whole model.
         stages: For a new description: what each stage of the whole model holds, as far as known.
     """

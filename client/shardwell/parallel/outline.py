@@ -46,7 +46,6 @@ def find_parts(model: nn.Module, blocks: Names) -> tuple[dict[str, nn.Module], d
     persistent buffers. In a model without blocks, sequences are divided into the modules in them.
 
     Args:
-        model: The model.
         blocks: The repeated blocks by name.
     """
     inner = {id(block) for block in blocks.values()}
@@ -93,7 +92,6 @@ class Outline:
 
     Args:
         model: The model. Not kept.
-        layers: Its layers by name.
         around: The modules around them by name.
 
     Raises:
@@ -138,7 +136,6 @@ class Outline:
 
         Args:
             mode: Mode of the tensors without values.
-            device: The device.
             dtype: Dtype of floating-point parameters. None: the model's.
         """
         if self._placed == (mode, device, dtype):

@@ -396,9 +396,7 @@ class _ForwardSchedule(schedules._PipelineScheduleRuntime):
     consecutive stages.
 
     Args:
-        plan: The schedule.
         stages: This trainer's stages.
-        training: Torch's schedule for training.
         loss: Loss of one micro-batch.
     """
 
@@ -774,10 +772,6 @@ def micro_batches_in_flight(plan: SchedulePlan, pp_rank: int) -> list[Mapping[in
     """Returns the number of micro-batches with activations by stage, after each forward of a trainer.
 
     A micro-batch counts until its backward is complete, with the gradients of the weights.
-
-    Args:
-        plan: The schedule.
-        pp_rank: The trainer.
     """
     if plan.schedule in ("GPipe", "1F1B"):
         count = plan.num_micro_batches if plan.schedule == "GPipe" else plan.pp - pp_rank

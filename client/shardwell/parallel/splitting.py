@@ -362,9 +362,7 @@ def _check_coverage(class_name: str, names: Mapping[int, Sequence[str]], stages:
     """Raises UsageError unless the stages hold all tensors of a model, and no others, under the model's names.
 
     Args:
-        class_name: Class of the model.
         names: Its names by the tensor's ``id``.
-        stages: The modules of the stages.
     """
     held = set[int]()
     for index, stage in enumerate(stages):

@@ -69,7 +69,6 @@ class _StageRun:
     Args:
         outline: The model without memory.
         record: What the forward does.
-        index: The stage.
         received: What the previous stage has sent.
         device: The device to compute on.
     """
@@ -264,10 +263,7 @@ def make_stage(model: nn.Module, outline: Outline, index: int, layers: Names, ar
     """Returns a stage. Its layers are the model's, under the same names.
 
     Args:
-        model: The model.
         outline: The model without memory, which knows the stages of each layer.
-        index: The stage.
-        layers: All layers by name.
         around: The modules around them by name.
     """
     mine = {name: layer for name, layer in layers.items() if index in outline.stages[name]}

@@ -120,7 +120,6 @@ class TensorParallelPlan:
 
         Args:
             parameter: Name of the parameter in the model.
-            shape: Its whole shape.
         """
         module = parameter.rpartition(".")[0]
         cut = next((layer.part.partition(" ")[0] for layer in self.layers if layer.name == module), "whole")
@@ -516,9 +515,6 @@ class PartialGradients(ParallelStyle):
     """A module that computes with its rank's part of heads, features or sequence.
 
     The parameters are whole on every rank, and their gradients are sums over the ranks.
-
-    Args:
-        parameters: Names of the parameters in the module.
     """
 
     def __init__(self, parameters: Sequence[str]) -> None:

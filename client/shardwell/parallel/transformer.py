@@ -87,7 +87,6 @@ def kind_of(name: str, module: nn.Module, *, in_block: bool) -> LayerKind:
 
     Args:
         name: Name of the module in the model.
-        module: The module.
         in_block: True if the module is inside one of the model's repeated blocks.
     """
     path = list(reversed(name.split(".")))

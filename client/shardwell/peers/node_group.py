@@ -224,7 +224,6 @@ class NodeRendezvous:
     Args:
         folder: Shared by the members and by no other process. Closed with the rendezvous.
         rank: Rank of this member in the node.
-        size: Number of members.
 
     Raises:
         OSError: The memory cannot be mapped, or another process has this rank.
@@ -387,7 +386,6 @@ class NodeGroup:
         backend: Backend of ``torch.distributed``. With NCCL, on the current device.
         store: Store through which the members find each other. All members are present.
         rank: Rank of this member in the node.
-        size: Number of members.
 
     Raises:
         RuntimeError: The members cannot be connected.
@@ -513,7 +511,6 @@ class NodeGathers:
 
         Args:
             unit: The unit. None of its shards is read in place.
-            version: The version to fetch.
             target: The receive buffer of the vector. [layout.size_bytes]
             layout: The dtypes to deliver.
             vector: The vector that the exchange completes.

@@ -259,8 +259,6 @@ class PeerExchange:
 
         Args:
             this_round: The result of ``start_round``.
-            unit: The unit.
-            own: The gradient.
             copied: Waits until the gradient is complete.
             sent: Called once, in any thread, when the gradient is not read any more by this method's work.
         """
@@ -319,7 +317,6 @@ class PeerExchange:
 
         Args:
             this_round: The round that was offered.
-            unit: The unit.
             own: This trainer's gradient, which is complete.
             is_over: Returns True if the gradient does not count any more.
 
@@ -464,7 +461,6 @@ class PeerLink:
     """The connection to one member. Sends and receives in threads of its own. Thread-safe.
 
     Args:
-        connected: The connection.
         position: Position of the other member.
         owner: Receives the frames.
     """
@@ -557,7 +553,6 @@ class Listener:
     Args:
         host: Address of this host under which the other members reach it.
         position: Position of this member.
-        size: Number of members.
     """
 
     def __init__(self, host: str, position: int, size: int) -> None:
@@ -628,7 +623,6 @@ def connect(address: PeerAddress, position: int, deadline_s: float) -> socket.so
 
     Args:
         address: Address of the other member.
-        position: Position of this member.
         deadline_s: End of the attempt, by ``time.monotonic``.
 
     Raises:

@@ -56,8 +56,6 @@ def dry_run(division: Division, pp_rank: int, options: PlanOptions, policy: Wrap
 
     Args:
         division: The model. The trainer's stages get their units.
-        pp_rank: The pipeline rank.
-        options: The run.
         policy: As in ``auto_wrap``.
 
     Raises:
@@ -99,8 +97,6 @@ class DryRun:
     Args:
         division: The model.
         stages: The numbers of the trainer's stages. They get their units.
-        options: The run.
-        place: Place of the trainer in the grid.
     """
 
     def __init__(self, division: Division, stages: Sequence[int], options: PlanOptions, place: GridPlace) -> None:
@@ -377,12 +373,7 @@ def _part(local: torch.Tensor, shape: torch.Size, dim: int, tp: int) -> torch.Te
 
 
 def _stand_in(module: nn.Module, calls: Collection[nn.Module]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a forward that calls the units inside a module in the model's order, and reads all other parameters.
-
-    Args:
-        module: A module of a unit.
-        calls: The modules of all units.
-    """
+    """Returns a forward that calls the units inside a module in the model's order, and reads all other parameters."""
     inside: dict[nn.Module, None] = {}
     own = _own_parts(module, calls, inside)
 

@@ -221,7 +221,6 @@ def _stored_units(runs: Sequence[DryRun], options: PlanOptions) -> list[Unit]:
 
     Args:
         runs: The trainers of tensor-parallel rank 0, by pipeline rank.
-        options: The run.
     """
     return [
         unit
@@ -277,7 +276,6 @@ def _activation_bytes(
     Args:
         stages: The stages of a trainer.
         in_flight: Numbers of micro-batches with activations, by stage, at several moments of a step.
-        options: The run.
     """
     if options.activation_bytes is not None:
         return options.activation_bytes
@@ -412,7 +410,6 @@ def describe(plan: Plan, *, width: int = 160) -> str:
     """Returns the tables as text.
 
     Args:
-        plan: The plan.
         width: Characters per line.
     """
     console = Console(width=width, no_color=True, highlight=False)

@@ -531,7 +531,6 @@ def _relay(
     """Copies output line by line, so that lines of different trainers do not mix.
 
     Args:
-        source: The output of a trainer.
         target: Where it is shown.
         prefix: What each line starts with there.
         log: A file that gets the output without the prefix.

@@ -88,7 +88,6 @@ class StepCommitter:
         """Reports finished items; returns when all items of the step are finished or this trainer gets more work.
 
         Args:
-            step: Number of the step.
             finished: All items that this trainer has finished in the step.
             accept_work: Whether this trainer can compute items of lost trainers.
             accept_twins: Whether this trainer can compute items, too, that are late at other trainers.
@@ -154,7 +153,6 @@ class StepCommitter:
         """Returns a norm of the mean gradient of a step whose work is finished.
 
         Args:
-            step: Number of the step.
             norm_type: The norm's p.
             bound: Elements count as clamped to ``[-bound, bound]``. 0: not clamped.
             counted: Units of this trainer to include. Empty: all units of the run.

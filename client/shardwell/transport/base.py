@@ -101,7 +101,6 @@ class PushedRange:
     """Some parameters of a unit, cut to one shard. Shared by all pushes of these parameters.
 
     Args:
-        unit: Name of the unit.
         start_bytes: Half-open range of the shard in the unit's flat vector.
         stop_bytes: End of the range.
         indices: The parameters, by rising index.
@@ -350,10 +349,7 @@ class PreparedPush:
     """One shard's part of a contribution, ready to be pushed over any transport.
 
     Args:
-        shard: The shard.
         cut: The parameters with a gradient, cut to the shard.
-        header: Which part of which contribution it is.
-        gradients: The gradients.
     """
 
     __slots__ = ("cut", "gradients", "header", "shard")
@@ -386,7 +382,6 @@ class Transport(ABC):
         Args:
             read: What to fetch.
             wait_s: How long the server waits for the version.
-            timeout_s: Deadline.
             nearly_done: Called when at most ``NEARLY_DONE_BYTES`` are missing.
 
         Returns:
@@ -403,7 +398,6 @@ class Transport(ABC):
 
         Args:
             prepared: The push; another transport may have prepared it.
-            timeout_s: Deadline.
             nearly_done: Called when the operating system has accepted all bytes.
 
         Raises:

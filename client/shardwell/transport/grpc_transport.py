@@ -35,7 +35,6 @@ class ShardClient(ServiceClient):
     """Calls the shard service at ``host:port``.
 
     Args:
-        address: host:port.
         chunk_bytes: Payload per message, in both directions.
         check: See ``ServiceClient``.
         credentials: See ``ServiceClient``.
@@ -67,7 +66,6 @@ class ShardClient(ServiceClient):
             header: The shard, and the parameters whose values the server draws.
             pieces: The other values, computed while they are sent.
             size_bytes: Size of all pieces.
-            timeout_s: Deadline.
 
         Raises:
             Exception: The exception that computing a piece raised.
@@ -105,9 +103,7 @@ class ShardClient(ServiceClient):
         """Fetches an optimizer partition of a prepared step.
 
         Args:
-            location: The partition.
             context: Names the step and the lease.
-            timeout_s: Deadline.
             cached: Values and state of this trainer. They are not fetched if the server confirms that they are current.
 
         Raises:
@@ -139,10 +135,7 @@ class ShardClient(ServiceClient):
         """Sends the new values of the parameters that have a gradient, and the whole new state.
 
         Args:
-            location: The partition.
             context: Names the step, the lease and the request.
-            segment: The values and the state.
-            timeout_s: Deadline.
             share_state: Whether the server puts the state in shared memory, for the next step.
 
         Raises:

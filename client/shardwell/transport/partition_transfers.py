@@ -141,8 +141,6 @@ class IncomingPartition:
     """A partition that is being received: its tensors in the order of the stream.
 
     Args:
-        location: The partition.
-        header: The header of the stream.
         cached: Used for values and state if the header says that they are current.
     """
 
@@ -180,7 +178,6 @@ class StagingBuffer:
     """This process's mappings of the shared staging buffer for one location. For one thread at a time.
 
     Args:
-        location: The partition.
         open_file: Opens a file of the server for reading and writing.
     """
 

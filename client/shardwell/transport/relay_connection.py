@@ -41,8 +41,6 @@ class RelayConnection(ServerConnection):
     """The relay of this host. Thread-safe. Every operation is one attempt: who loses the relay asks the servers.
 
     Args:
-        address: host:port.
-        run: The run.
         options: How to connect, and what this trainer tells the relay. The transport is shared memory.
         server_id: Id of the server that must answer at the address.
         moved: Counts the bytes that the relay moves for this trainer.
@@ -79,7 +77,6 @@ class RelayConnection(ServerConnection):
         """Has the relay relay shards of a unit; returns where it caches them. Empty: it does not cache them.
 
         Args:
-            unit: The unit.
             ranges: The shards in the flat vector.
             budget_bytes: Limit of all shards of the run that the relay caches. None: these are not to be cached.
             wire_dtype: The dtype in which float32 weights travel.

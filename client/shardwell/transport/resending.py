@@ -149,7 +149,6 @@ class ReachedServer:
     """What resending must know of a server. Thread-safe.
 
     Args:
-        address: host:port.
         policy: How failed operations on the server are repeated. None: as a reader does.
     """
 
@@ -174,11 +173,7 @@ Server = TypeVar("Server", bound=ReachedServer)
 
 
 class Resending(Generic[Server]):
-    """Runs operations on a server, and repeats them by the table above. Thread-safe.
-
-    Args:
-        server: The server.
-    """
+    """Runs operations on a server, and repeats them by the table above. Thread-safe."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.policy = server, server.policy

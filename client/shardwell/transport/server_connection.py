@@ -143,7 +143,6 @@ class ServerConnection(ReachedServer):
     one attempt, which ``Resending`` repeats. Transfers of a batch that fails are repeated one by one.
 
     Args:
-        address: host:port.
         run: The run. The server must own a shard of it already.
         options: How to connect.
         policy: How failed operations are repeated. None: as a reader does.
@@ -257,7 +256,6 @@ class ServerConnection(ReachedServer):
         """Waits until a shard in shared memory has a version; returns the version.
 
         Args:
-            shard: The shard.
             version: The version. None: any.
             wait_s: How long the server may wait for the version.
         """
@@ -271,7 +269,6 @@ class ServerConnection(ReachedServer):
         """Returns where the server stores a shard in shared memory, or None if this process cannot map it.
 
         Args:
-            shard: The shard.
             version: Waits until the server has this version or a newer one. None: does not wait.
             wait_limit_s: The longest wait.
         """
@@ -315,7 +312,6 @@ class ServerConnection(ReachedServer):
 
         Args:
             prepared: The push. The connection to a former owner of the shard may have prepared it.
-            timeout_s: Deadline.
             nearly_done: See ``Transport.push``.
         """
         if prepared.is_shared and self.transports.shared is not None:
@@ -606,7 +602,6 @@ def _fetch_together(
         transports: The transports to the server.
         reads: At least one shard of the server.
         arrived: See ``Arrived``. Shards that can be read at once arrive before those that wait for their versions.
-        timeout_s: Deadline.
 
     Raises:
         ShardwellError: The request or its answer was lost, or is malformed.
@@ -641,7 +636,6 @@ def _push_together(
         transports: The transports to the server.
         prepared: The parts, in memory of the server or small enough for a message.
         corrupt: Counts the parts that arrived with a wrong checksum.
-        timeout_s: Deadline.
 
     Returns:
         For each part whether the server has accepted it. The others must be pushed one by one.

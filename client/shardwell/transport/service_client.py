@@ -84,7 +84,6 @@ class Endpoint:
         """Returns the bytes of a connection. If they are encrypted, the handshake follows.
 
         Args:
-            connected: The connected socket.
             encryption: What the server requires, a value of ``SocketEncryption``.
         """
         tls = self.credentials.tls
@@ -165,7 +164,6 @@ class CallConnection:
     Args:
         host: Host of the server.
         calls: What the server announced over gRPC.
-        peer: Name of the server, for errors.
 
     Raises:
         OSError: The server cannot be reached there, or another process listens at the port.
@@ -275,7 +273,6 @@ class CallConnections:
 
     Args:
         address: Returns host:port of the server's gRPC service.
-        peer: Name of the server, for errors.
     """
 
     def __init__(self, address: Callable[[], str], peer: str) -> None:
@@ -458,11 +455,7 @@ class ServiceClient:
             self._closed.wait(pause_s)
 
     def use_calls(self, calls: common_pb2.CallPort) -> None:
-        """Sends unary rpcs to a port that the server has announced, as long as it can be reached.
-
-        Args:
-            calls: The port.
-        """
+        """Sends unary rpcs to a port that the server has announced, as long as it can be reached."""
         if self.credentials.tls is None:  # call connections are not encrypted
             self._calls.start(calls)
 
@@ -608,7 +601,6 @@ def save_checkpoint(
 
     Args:
         call: Calls an rpc of the coordinator: name and request.
-        run: Name of the run.
         run_id: Id of the run. Empty: any.
         wait: Whether to wait until the checkpoint is complete. Otherwise until its folder is known.
 

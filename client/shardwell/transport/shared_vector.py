@@ -42,7 +42,6 @@ class PageRange:
 
     Args:
         address: Start of the mapping, a multiple of the page size.
-        size_bytes: Size of the mapping.
     """
 
     def __init__(self, address: int, size_bytes: int) -> None:
@@ -179,7 +178,6 @@ class SharedVector:
     this process writes.
 
     Args:
-        unit: Name of the unit, for errors.
         places: Shards in order and without gaps.
         exact: Whether the segments contain the values as stored, not rounded by a lossy dtype.
         ask: Asks the coordinator; raises if this trainer cannot continue. Called when a version is gone.

@@ -172,7 +172,6 @@ class ShmTransport(SharedTransport):
 
     Args:
         client: Calls the server. The caller closes it.
-        run: The run.
         control: Sends control messages. None: they are rpcs.
         timeout_s: Deadline for opening the session.
         retry_for_s: How long the opening is repeated while the server is unavailable. None: for ``timeout_s``.

@@ -123,7 +123,6 @@ class SocketConnection:
 
         Args:
             what: Names the request in errors.
-            timeout_s: Deadline.
         """
         self._what, self._timeout_s, self._deadline = what, timeout_s, time.monotonic() + timeout_s
         self.is_idle = False

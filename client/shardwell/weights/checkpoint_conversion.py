@@ -104,7 +104,6 @@ def torch_group(
     """Returns a parameter group with all settings of torch's optimizer, without ``params``.
 
     Args:
-        algorithm: Name of the optimizer.
         numbers: As in ``ParameterGroup.hyperparameters``. Settings that are not named get torch's defaults.
         optimizer: torch's class. Default: the class of this name, if torch has one.
     """
@@ -296,10 +295,6 @@ class _TorchCheckpoint:
         states: Paths of optimizer state by parameter and name.
         groups: Parameter groups. ``params`` has names.
         parameters: The parameters and parts of all units, without parts that have no elements.
-
-    Args:
-        reader: The torch checkpoint.
-        like: A checkpoint of a run.
 
     Raises:
         UsageError: They have different models.

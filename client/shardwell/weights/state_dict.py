@@ -210,7 +210,6 @@ def read_values(state: Mapping[str, Any], *, ema: bool = False, newest: bool = F
     """Yields the values of a state dict that contains the parameters themselves. Holds one unit at a time.
 
     Args:
-        state: The state dict.
         ema: As in ``full_state_dict``.
         newest: Whether to read the newest version. Otherwise that of the step, unless nothing keeps it: a trainer of an
             asynchronous run without a work item reads the newest version, too.

@@ -243,9 +243,6 @@ def differences(
     """Yields how a stored tensor differs from that of a model.
 
     Args:
-        shape: Shape of the stored tensor.
-        dtype: Its dtype.
-        tensor: The tensor of the model.
         where: Where the other one is stored, such as ``checkpoint``.
         cast: Whether floating-point values are converted to the model's dtype.
     """

@@ -36,7 +36,6 @@ class Candidates(Sequence[nn.Module]):
     """Modules inside a model that can become units. Every module comes after all modules inside it.
 
     Args:
-        modules: The candidates.
         ignored: Parameters that no unit takes.
     """
 

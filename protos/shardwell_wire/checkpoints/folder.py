@@ -56,12 +56,7 @@ class Entry:
 
 
 class RunFolder:
-    """The checkpoints of one run in a folder. All methods block and raise as ``Storage``.
-
-    Args:
-        storage: The folder of all runs.
-        run: Name of the run.
-    """
+    """The checkpoints of one run in a folder. All methods block and raise as ``Storage``."""
 
     def __init__(self, storage: Storage, run: str) -> None:
         self.run, self._storage, self._name = run, storage, folder_name(run)

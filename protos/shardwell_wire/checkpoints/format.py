@@ -100,7 +100,6 @@ def header_size(start: bytes, size_bytes: int, where: str) -> int:
     Args:
         start: The first 8 bytes of the file.
         size_bytes: Size of the file.
-        where: Path of the file, for errors.
 
     Raises:
         CorruptDataError: The header would be longer than the file or the format's limit.
@@ -124,8 +123,6 @@ def parse_header(header: bytes, size_bytes: int, where: str) -> tuple[dict[str, 
 
     Args:
         header: The start of the file: the length and the header.
-        size_bytes: Size of the file.
-        where: Path of the file, for errors.
 
     Raises:
         CorruptDataError: The header does not parse, or does not describe exactly the bytes of the file.
@@ -410,7 +407,6 @@ class CheckpointFileWriter:
     Args:
         storage: The checkpoint's folder.
         server_id: Shard server or trainer that writes the file.
-        plan: The tensors.
         name: Name of the file. Empty: that of a shard server's file.
 
     Raises:
@@ -511,8 +507,6 @@ class FileIndex:
 
         Args:
             header: The length and the header.
-            size_bytes: Size of the file.
-            where: Path of the file, for errors.
 
         Raises:
             CorruptDataError: The header is not one of a checkpoint's file, or contradicts itself.

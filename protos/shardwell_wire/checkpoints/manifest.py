@@ -160,7 +160,6 @@ class Manifest:
 
         Args:
             data: Content of the file.
-            where: Path of the file, for errors.
 
         Raises:
             CorruptDataError: It is not a manifest, is torn, is of a newer version, or contradicts itself.

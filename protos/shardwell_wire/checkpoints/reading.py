@@ -179,7 +179,6 @@ class Checkpoint:
         """Reads bytes of a tensor into writable memory, and compares the checksum of the whole tensor.
 
         Args:
-            stored: The tensor.
             target: Writable contiguous buffer.
             offset_bytes: Position in the tensor of the first byte of ``target``.
 
@@ -195,7 +194,6 @@ class Checkpoint:
         Reads one window of the file at a time, whatever the size of the tensor.
 
         Args:
-            stored: The tensor.
             target: Writable contiguous buffer.
             runs: The ranges, in rising order. Must not be outside of the tensor.
 
@@ -378,7 +376,6 @@ def entries_of(checkpoint: Checkpoint, parameter: Parameter, start: int, stop: i
     """Returns the entries of a checkpoint that contain some elements of a parameter or of its part.
 
     Args:
-        checkpoint: The checkpoint.
         parameter: The parameter, or one of its parts, of a run that may have another grid.
         start: First element of the flattened ``parameter``.
         stop: End of the elements, exclusive.
@@ -417,7 +414,6 @@ def read_elements(
     """Reads some elements of a state that has one entry per element of the parameter.
 
     Args:
-        checkpoint: The checkpoint.
         parameter: The parameter, or one of its parts.
         found: Result of ``pieces_of``.
         elements: Half-open range of elements of the flattened ``parameter``.

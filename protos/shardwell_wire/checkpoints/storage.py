@@ -293,7 +293,6 @@ class _LocalFile(OutputFile):
 
     Args:
         path: The file. It must not exist, and its folder must: nobody may write to a checkpoint that was removed.
-        size_bytes: Its size.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -419,9 +418,6 @@ class ObjectStorage(Storage):
 
     Object stores have neither folders nor renames: a file appears whole, with its upload.
 
-    Args:
-        url: URL of the folder.
-
     Raises:
         InvalidRequestError: fsspec does not know the protocol, or its package is not installed.
     """
@@ -521,9 +517,7 @@ class _SpooledFile(OutputFile):
     """A file that is written to the local disk and uploaded at the end: buckets take no writes at a position.
 
     Args:
-        storage: The storage.
         path: Path of the file in the storage.
-        size_bytes: Size of the file.
     """
 
     def __init__(self, storage: ObjectStorage, path: str, size_bytes: int) -> None:

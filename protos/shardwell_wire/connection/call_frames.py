@@ -96,7 +96,6 @@ def encode_request(number: int, path: str, token: str, body: bytes, timeout_s: f
 
     Args:
         number: From 1 on. Different from those of the connection's other unanswered requests.
-        path: /SERVICE/RPC.
         token: The caller's token. Empty: none.
         body: The encoded request message.
         timeout_s: Time after which the caller gives up.

@@ -136,8 +136,6 @@ class _SecureChannel:
     """A channel with TLS. Calls after a change of the certificates use a new connection; earlier ones go on.
 
     Args:
-        address: host:port.
-        tls: The certificates.
         open_: Opens a channel of gRPC.
     """
 
@@ -182,7 +180,6 @@ class _SecureStub:
 
     Args:
         channel: Returns the channel for a new call.
-        make: Makes the stub of a channel.
     """
 
     def __init__(self, channel: Callable[[], Any], make: Callable[[Any], Any]) -> None:

@@ -59,9 +59,6 @@ def set_options(connected: socket.socket) -> None:
     An end that waits for data sends nothing. Without keepalive probes it would never learn that the other end has lost
     the connection, for example because a firewall reset it in one direction. A host that does not know the connection
     answers the first probe with a reset.
-
-    Args:
-        connected: The connected socket.
     """
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -502,8 +499,6 @@ class StreamReceiver:
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
-        total_bytes: Size of all targets.
-        what: Description of the stream, for errors.
         may_be_refused: True if an ERROR frame is allowed. The caller reads the payload of that frame.
     """
 

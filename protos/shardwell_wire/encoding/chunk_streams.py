@@ -44,7 +44,6 @@ def memory_at(address: int, size_bytes: int, owner: object) -> memoryview:
 
     Args:
         address: Address of the first byte.
-        size_bytes: Size of the view.
         owner: Object that owns the memory. The view and its slices keep it alive, because a thread may use them longer
             than the caller. None: the memory is never freed.
     """
@@ -230,7 +229,6 @@ class StreamReceiver:
 
     Args:
         targets: Memory that receives the stream, as consecutive views.
-        what: Description of the stream, for errors.
     """
 
     targets: Sequence[memoryview]

@@ -77,8 +77,6 @@ def decode(encoded: torch.Tensor, rank: int, columns: int, first: int, values: t
 
     Args:
         encoded: The right factor, and the rows of the left factor that the elements meet.
-        rank: The rank.
-        columns: Columns of the matrix.
         first: Index of the first element in the flattened matrix.
         values: Receives the elements. float32. [numel]
     """

@@ -41,8 +41,6 @@ def spans_of(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDt
     """Returns the segments of a shard in its stream.
 
     Args:
-        layout: The unit.
-        segments: The segments of the shard.
         wire_dtype: Encoding of float32 values.
         start_bytes: Start of the shard in the flat vector.
 
@@ -112,8 +110,6 @@ class ShardChanges:
         Args:
             spans: The segments of the shard.
             changes: The encoded changes.
-            stream_bytes: Size of the stream.
-            what: Names the shard in errors.
 
         Raises:
             CorruptDataError: The changes are malformed.

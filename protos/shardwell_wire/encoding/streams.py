@@ -53,7 +53,6 @@ class RangePlans:
     """Caches the plans of one range of a unit. May be shared between threads.
 
     Args:
-        layout: The unit.
         start_bytes: First byte of the range in the flat vector.
         stop_bytes: End of the range, exclusive.
     """
@@ -278,7 +277,6 @@ class Slice(ABC):
         """Encodes the values into their range of the stream. [numel]
 
         Args:
-            values: The values.
             stream: The whole stream.
             seed: Seed of random numbers, which low-rank dtypes use.
         """
@@ -461,7 +459,6 @@ def pieces_of_range(
     """Returns the pieces of the stream of a range.
 
     Args:
-        layout: The unit.
         indices: Layout indices of the parameters in the streams.
         start_bytes: First byte of the range in the flat vector.
         stop_bytes: End of the range, exclusive.

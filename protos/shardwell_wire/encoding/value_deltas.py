@@ -81,11 +81,6 @@ def encode_changes(base: Buffer, stream: Buffer, limit_bytes: int, item_words: i
 def decode_changes(changes: Buffer, numel: int, what: str) -> tuple[_Places, _Words]:
     """Returns the places of changed 16-bit values in a stream, rising, and the new values.
 
-    Args:
-        changes: The changes.
-        numel: Number of values of the stream.
-        what: Names the stream in errors.
-
     Raises:
         CorruptDataError: The changes are malformed, or are of a stream of another size.
     """
@@ -129,7 +124,6 @@ def apply_all(deltas: shard_pb2.StreamDeltas, received: memoryview, stream: memo
         deltas: Sizes of the deltas, and checksum of the stream that they give.
         received: The deltas, one after another.
         stream: The former stream. After an error its content is undefined.
-        what: Names the stream in errors.
 
     Raises:
         CorruptDataError: A delta is malformed, or the deltas give another stream.
@@ -149,9 +143,7 @@ def apply(delta: Buffer, stream: memoryview, what: str) -> None:
     """Changes a stream into the one that a delta describes, in place.
 
     Args:
-        delta: The delta.
         stream: The former stream. After an error its content is undefined.
-        what: Names the stream in errors.
 
     Raises:
         CorruptDataError: The delta is malformed, or is of a stream of another size.

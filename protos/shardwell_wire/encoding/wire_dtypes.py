@@ -113,7 +113,6 @@ def applied(wire_dtype: WireDtype, parameter: Parameter) -> WireDtype:
 
     Args:
         wire_dtype: The requested wire dtype.
-        parameter: The parameter.
 
     Raises:
         ValueError: The wire dtype does not exist.
@@ -165,7 +164,6 @@ def encoded_size(segment: Segment, parameter: Parameter, wire_dtype: WireDtype) 
 
     Args:
         segment: Part of the parameter.
-        parameter: The parameter.
         wire_dtype: Encoding of float32 values.
     """
     kind = applied_to_segment(wire_dtype, parameter, segment)

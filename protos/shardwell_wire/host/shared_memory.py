@@ -269,7 +269,6 @@ def receive_descriptor(
         path: Path of the server's socket.
         user_id: The server's user, who must own the folder and the file.
         token: Token of the shm transport.
-        name: Name of the file.
         size_bytes: Expected size of the buffer in the file. None: any size.
         max_bytes: Largest size of the file. None: any size.
 

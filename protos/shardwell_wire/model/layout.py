@@ -116,7 +116,6 @@ def common_runs(
     """Finds the elements that ranges of two parts of one tensor have in common.
 
     Args:
-        ours: A part of the tensor.
         our_range: Half-open range of elements of this part, flattened.
         theirs: Another part of the same tensor.
         their_range: Half-open range of elements of the other part, flattened.
@@ -437,7 +436,6 @@ class UnitLayout:
         Args:
             dp_rank: The data rank. It is the number, unless several trainers of a replica push the unit.
             pp_rank: The pipeline rank. Ignored if the unit has only one.
-            cp_rank: The context-parallel rank.
 
         Raises:
             InvalidRequestError: Trainers of the pipeline rank or of the context-parallel rank do not hold the unit.
@@ -566,9 +564,6 @@ def shown_names(units: Iterable[UnitLayout]) -> dict[str, tuple[str, ...]]:
     The first one is the name, the others are those of a tied tensor. They are the names in the model as far as these
     are known. If that gives two tensors the same name, all have their names in the run. A buffer that took its shape in
     the first step has the names of the one that it replaces, which is left out.
-
-    Args:
-        units: All units of the run.
     """
     in_run, shown, stored = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]](), dict[str, str]()
     for parameter in (parameter for unit in units for parameter in unit.parameters):
@@ -618,7 +613,6 @@ def cut_between(layout: UnitLayout, weights: Sequence[float], min_shard_bytes: i
     """Cuts a unit of placement ``tensor`` between parameters, into one range per weight, approximately in proportion.
 
     Args:
-        layout: The unit.
         weights: See ``cut``.
         min_shard_bytes: See ``cut``.
 

@@ -37,7 +37,6 @@ def check_name(what: str, value: str, max_length: int = MAX_NAME_LENGTH) -> None
 
     Args:
         what: Description of the value, for the error.
-        value: The name.
         max_length: Maximum number of characters.
     """
     if not 0 < len(value) <= max_length or not value.isprintable() or value != value.strip():

@@ -223,7 +223,6 @@ def checked_groups(dp: int, groups: Iterable[int]) -> tuple[int, ...]:
 
     Args:
         dp: Number of logical data ranks.
-        groups: Sizes of the groups.
 
     Raises:
         WorldError: A size is no integer of at least 2, or the sizes do not multiply to ``dp``.
@@ -258,9 +257,7 @@ def partition_of(size_bytes: int, dp: int, dp_rank: int) -> tuple[int, int]:
     """Returns a data rank's partition as a half-open range of a unit's flat vector. May be empty.
 
     Args:
-        size_bytes: Size of the flat vector.
         dp: Number of logical data ranks.
-        dp_rank: The data rank.
     """
     # The same ranges as ``cut`` with equal weights, in constant time: servers compute them for thousands of ranks.
     used = min(dp, max(1, size_bytes // BLOCK_BYTES))
@@ -290,7 +287,6 @@ def check_state_tensor(tensor: shard_pb2.StateTensor, what: str) -> None:
     """Raises InvalidRequestError unless a state tensor in a request has a known dtype and a possible size.
 
     Args:
-        tensor: The tensor.
         what: Names what the tensor belongs to, in errors.
     """
     if len(tensor.shape) > MAX_DIMS:  # before the size is computed: the product of many sizes takes long

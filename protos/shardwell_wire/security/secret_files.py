@@ -56,7 +56,6 @@ def read_secret_pipe(descriptor: int, what: str, *, max_bytes: int) -> bytes:
     """Reads a pipe to its end and closes it, so that child processes do not inherit it.
 
     Args:
-        descriptor: The pipe.
         what: Kind of the secret in errors, such as ``token file``.
         max_bytes: Number of bytes after which the rest is ignored.
 

@@ -70,7 +70,6 @@ def must_encrypt(encryption: int, connected: socket.socket) -> bool:
 
     Args:
         encryption: The larger value of both ends.
-        connected: The connected socket.
     """
     if encryption != Encryption.OFF_HOST:
         return encryption > Encryption.OFF_HOST
@@ -341,7 +340,6 @@ def connection_error(error: grpc.RpcError, peer: str, address: str, tls: Tls | N
 
     Args:
         error: The error from gRPC.
-        peer: Name of the peer, for errors.
         address: host:port of the peer.
         tls: TLS of the channel. None: the channel is not encrypted.
     """

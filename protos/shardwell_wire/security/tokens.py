@@ -147,9 +147,7 @@ class ClusterKey:
         """Returns what shows that the coordinator leased something to the sender of a request.
 
         Args:
-            run_id: Id of the run.
             lease: The dp rank that was leased, or ``INITIALIZER``.
-            epoch: Epoch of the lease.
         """
         return self._mac(b"lease", f"{run_id}.{lease}.{epoch}".encode())[:PROOF_BYTES]
 

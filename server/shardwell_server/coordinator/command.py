@@ -173,7 +173,6 @@ async def coordinate(
     """Serves ``CoordinatorService`` until the process is stopped.
 
     Args:
-        settings: Settings of the coordinator.
         state: State directory, or the state that several coordinators share. The coordinator serves when it leads.
         endpoint: Where to listen, and how to stop.
         keeps_state: False if ``state`` is a temporary directory.

@@ -57,12 +57,7 @@ _DELAY_EVENT_AFTER_S = 1.0
 
 
 class StepPreparer:
-    """Makes the servers confirm and reduce the gradients of a finished step.
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-    """
+    """Makes the servers confirm and reduce the gradients of a finished step."""
 
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
@@ -277,8 +272,6 @@ class UpdateSender:
     """Sends the updates of committed steps, in the background.
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
         checkpoints: Saves checkpoints between two steps.
         promoter: Releases the copies of shards that have moved to other servers.
     """
@@ -395,8 +388,6 @@ class Committer:
     """Commits prepared steps. See Note: [Commit order].
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
         items: Fences trainers that lost their work when the next step starts.
         promoter: Tells servers about shards that move to them with a commit.
         preparer: Prepares steps.

@@ -40,7 +40,6 @@ class Coordinator:
     """Assigns ranks and shards, and commits steps. All methods run on one event loop.
 
     Args:
-        state: State of the coordinator.
         calls: Performs rpcs to shard servers.
     """
 

@@ -19,7 +19,6 @@ class KeptVersions:
     """Which versions a run keeps besides the newest.
 
     Args:
-        run: Name of the run, for errors.
         limit: ``RunSettings.keep_versions``.
     """
 

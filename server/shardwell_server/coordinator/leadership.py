@@ -78,10 +78,8 @@ async def lead(
     """Waits until this coordinator leads. Until then, it listens as a stand-by, see ``process.standing_by``.
 
     Args:
-        state: Where the state is.
         endpoint: Where this coordinator will serve.
         stop: Ends the wait.
-        credentials: As of the coordinator.
 
     Returns:
         The state, which this coordinator can change. None: ``stop`` was set.

@@ -17,8 +17,6 @@ class Relocations:
     """Relocations of a run's shards.
 
     Args:
-        units: The units of the run.
-        checkpoints: Its checkpoints.
         changes: Counts the changes of the run.
     """
 
@@ -110,7 +108,6 @@ class Relocations:
         Backups that are being built are marked again, so that the build in progress does not count.
 
         Args:
-            failed: The backups.
             state: New state of those in sync: FORMER if the step is not committed yet, else BUILDING.
         """
         any_in_sync, units = False, list(self._units)
@@ -218,7 +215,6 @@ class DeclaredUnits:
     """The units of a run, by index.
 
     Args:
-        run: Name of the run, for messages.
         changes: Counts the changes of the run.
     """
 

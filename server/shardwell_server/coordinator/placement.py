@@ -59,7 +59,6 @@ def place(layout: UnitLayout, candidates: Sequence[Candidate], min_shard_bytes: 
     budgets. The result does not depend on the order of the candidates.
 
     Args:
-        layout: Layout of the unit.
         candidates: At least one server.
         min_shard_bytes: Smallest range.
 
@@ -88,12 +87,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnitPlacer:
-    """Declares and publishes the units of every run.
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-    """
+    """Declares and publishes the units of every run."""
 
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers
@@ -215,9 +209,6 @@ class UnitPlacer:
         If a server refuses, or the placement cannot be stored, all reservations are released.
 
         Args:
-            run: The run.
-            index: Index of the unit.
-            layout: Layout of the unit.
             former: Shards of the former placement. Their servers release them, unless they are chosen again: a server
                 that receives a backup of the run later must not have a primary that the run does not know.
 
@@ -246,9 +237,6 @@ class UnitPlacer:
         """Chooses servers for a unit that is loaded from a checkpoint, and reserves memory. Stores nothing.
 
         Args:
-            run: The run.
-            index: Index of the unit.
-            layout: Layout of the unit.
             placement: A number that the run has not used for a placement of the unit.
             servers: Server processes to choose from: incarnations by server id. They have no other copies of the run.
 

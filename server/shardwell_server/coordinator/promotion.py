@@ -31,8 +31,6 @@ class Promoter:
     The step of a run goes on when all its servers have confirmed.
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
         restorer: Takes a run back to a checkpoint if a server cannot be the primary, because it lacks the version.
     """
 

@@ -40,12 +40,7 @@ TORCHRUN = StoreLimits(max_keys=4096, max_bytes=1 << 20, max_stores=1024, idle_s
 
 
 class Stores:
-    """All stores of one kind, by name or replica epoch.
-
-    Args:
-        limits: Their limits.
-        clock: Returns monotonic seconds.
-    """
+    """All stores of one kind, by name or replica epoch."""
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = limits, clock

@@ -36,8 +36,6 @@ class Run:
 
     Args:
         identity: Name and id. The name is unique among existing runs.
-        settings: Settings of the run.
-        clock: Returns monotonic seconds.
         created: Creation time in seconds since 1970.
         last_epoch: All epochs of the run are higher than this one.
     """
@@ -234,7 +232,6 @@ class Run:
         servers before they can be leased again.
 
         Args:
-            member: The trainer.
             keeps_place: True if the trainer is admitted again at once. Otherwise a spare may take its place.
         """
         if not self.started:

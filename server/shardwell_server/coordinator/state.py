@@ -45,11 +45,8 @@ class CoordinatorState:
     """Runs, shard servers and their storage. Used on one event loop, so it needs no locks.
 
     Args:
-        settings: Settings of the coordinator.
         storage: Stores the state.
-        cluster: The shard servers.
         events: The event log.
-        clock: Returns monotonic seconds.
         wall_clock: Returns seconds since 1970.
     """
 
@@ -128,8 +125,6 @@ class CoordinatorState:
         """Creates a run. Its epochs start above those of all deleted runs.
 
         Args:
-            name: Name of the run.
-            settings: Settings of the run.
             run_id: Id of the run, from the token of its first trainer. Empty: a new one.
 
         Raises:
@@ -278,7 +273,6 @@ def _run_record(run: Run, *, committed: Step | None = None) -> RunRecord:
     """Returns the part of a run that can change between commits.
 
     Args:
-        run: The run.
         committed: A step that is committed together with the record.
     """
     return RunRecord(

@@ -43,7 +43,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Rejects an rpc without a valid token, or with a wrong role, before any byte of a message is read.
 
     Args:
-        key: Key of the cluster.
         without_token: Names of the services that need no token, such as ``health``.
     """
 

@@ -132,11 +132,7 @@ class CallServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One call connection.
-
-    Args:
-        server: The server.
-    """
+    """One call connection."""
 
     def __init__(self, server: CallServer) -> None:
         self._server, self._loop = server, asyncio.get_running_loop()

@@ -79,9 +79,6 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON: time, level, logger, message, and the fields that are known.
 
     ``extra={"fields": {...}}`` of a logging call adds fields to its line.
-
-    Args:
-        process: Name of the process in each line.
     """
 
     def __init__(self, process: str) -> None:

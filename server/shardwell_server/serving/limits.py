@@ -216,12 +216,7 @@ class _Share:
 
 
 class RequestLimits:
-    """Admits the requests of one server, before they are decoded. Used on the event loop.
-
-    Args:
-        caller: Limits the rate of a caller.
-        run: Limits the rate of a run.
-    """
+    """Admits the requests of one server, before they are decoded. Used on the event loop."""
 
     def __init__(self, caller: Rate | None = None, run: Rate | None = None) -> None:
         self._caller = caller or Rate(REQUESTS_PER_S, REQUEST_BURST)
@@ -239,7 +234,6 @@ class RequestLimits:
         Args:
             caller: Who sends the request. None: the cluster admits every caller.
             peer: The connection.
-            size_bytes: Size of the request.
         """
         if caller is None:
             return _Request(self, (self._share_of_caller(peer, f"connection {peer}"),), size_bytes)
@@ -306,9 +300,7 @@ class _Request:
     """One request while it is handled. A plain class: every request uses it, and a generator would cost more.
 
     Args:
-        limits: The limits.
         shares: What the request counts against.
-        size_bytes: Size of the request.
     """
 
     __slots__ = ("_limits", "_shares", "_size_bytes")
@@ -336,7 +328,6 @@ class Unproven:
     the event loop with refusals.
 
     Args:
-        rate: Limits the rate of a host.
         close: Closes the connections of peers; returns how many were found.
     """
 

@@ -125,7 +125,6 @@ async def serve(
     the ``dashboard`` if there are any.
 
     Args:
-        service: The service.
         servicer: Object that implements the service.
         endpoint: Where to listen.
         background: Runs while the server serves. An error that it raises ends the server at once.
@@ -219,8 +218,6 @@ async def standing_by(service: ServiceDescriptor, endpoint: Endpoint, credential
     """Listens while the block runs, without serving: the server is not healthy, and its rpcs are UNAVAILABLE.
 
     Args:
-        service: The service.
-        endpoint: Where to listen.
         credentials: As for ``serve``.
     """
     server = grpc.aio.server(interceptors=interceptors(credentials.key, endpoint.without_token), options=SERVER_OPTIONS)

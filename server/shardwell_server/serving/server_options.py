@@ -224,8 +224,6 @@ def insecurity(host: str, credentials: Credentials, arguments: argparse.Namespac
     """Returns what a server lacks although it listens on a network, such as ``no TLS``. Empty: nothing.
 
     Args:
-        host: Host to listen on.
-        credentials: Credentials of the server.
         arguments: Its options.
         option: The option that names the host.
 

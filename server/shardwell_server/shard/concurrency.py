@@ -106,7 +106,6 @@ class OpenStreams:
         Args:
             key: What the stream contains, such as a dp rank.
             order: The stream's fencing numbers.
-            what: Names the stream in errors.
 
         Raises:
             StaleEpochError: A newer stream replaced this one, or its numbers were fenced.

@@ -53,10 +53,8 @@ class ShardServicer:
 
     Args:
         process: This process of the server.
-        store: The server's runs and shards.
         term: The term of the server's coordinator.
         transports: The transports that the server offers besides gRPC.
-        peers: Calls other shard servers.
         checkpoint_roots: The folders in which checkpoints may be opened. None: any.
         relay: Relays for the trainers of this host. None: this server offers no shared memory.
     """
@@ -448,8 +446,6 @@ def offered_transports(server_id: str, store: ShardStore, host: str, tls: Tls | 
     """Builds every transport that a server can offer besides gRPC, which is always available.
 
     Args:
-        server_id: Name of the server, for errors.
-        store: The server's runs and shards.
         host: Host to listen on, without a port.
         tls: Encrypts the connections of the socket transport. None: they are not encrypted.
     """

@@ -106,7 +106,6 @@ class ShardSpec:
         """True if both are shards of one unit, and their ranges do not overlap.
 
         Args:
-            other: The other shard.
             any_placement: Whether shards of different placements may be beside each other.
         """
         own = (self.run, self.layout, self.index, self.dp, self.reduction_groups)
@@ -131,11 +130,7 @@ class ShardSpec:
 
 
 class Segments:
-    """The parts of parameters in one shard. Everything that is kept by segment number has the order of ``segments``.
-
-    Args:
-        spec: The shard.
-    """
+    """The parts of parameters in one shard. Everything that is kept by segment number has the order of ``segments``."""
 
     def __init__(self, spec: ShardSpec) -> None:
         self._spec = spec
@@ -173,8 +168,6 @@ def segment_views(
 
     Args:
         buffer: The shard's bytes. uint8. [stop_bytes - start_bytes]
-        layout: Layout of the unit.
-        segments: Segments of the shard.
         start_bytes: Start of the shard in the flat vector.
 
     Returns:

@@ -112,7 +112,6 @@ def manifest_of(run: Run, checkpoint_id: str, created: float, commits: Iterable[
     """Returns the manifest of a checkpoint of a run's current version, without files.
 
     Args:
-        run: The run.
         checkpoint_id: Random id of the checkpoint.
         created: Seconds since 1970.
         commits: The most recent commit records, oldest first.
@@ -151,7 +150,6 @@ def with_files(manifest: Manifest, files: Sequence[FileRecord], residual_ranks: 
 
     Args:
         manifest: The manifest without files.
-        files: The files.
         residual_ranks: Data ranks whose residuals of error feedback the files have.
     """
     extra = {**manifest.extra, RESIDUAL_RANKS: sorted(residual_ranks)} if residual_ranks else manifest.extra
@@ -240,8 +238,6 @@ def has_units_of(manifest: Manifest, world: World, layouts: Iterable[UnitLayout]
     """True if a run has the checkpoint's units: cp, tp, pp are equal, and no unit of the run has its tensors otherwise.
 
     Args:
-        manifest: The checkpoint.
-        world: The run's world.
         layouts: The units that the run has already.
     """
     if (manifest.world.cp, manifest.world.tp, manifest.world.pp) != (world.cp, world.tp, world.pp):
@@ -257,8 +253,6 @@ def describe_other_data_ranks(manifest: Manifest, world: World, commits: Sequenc
     See Note: [Resuming with other data ranks].
 
     Args:
-        manifest: The checkpoint.
-        world: The run's world.
         commits: The checkpoint's most recent commit records.
     """
     former = manifest.world.dp

@@ -98,11 +98,8 @@ class RunRestorer:
     """Loads runs from checkpoints. See Note: [Loading a run].
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
         placer: Places units.
         trainers: Ends memberships, and fences former trainers.
-        files: Runs work on checkpoint folders.
     """
 
     def __init__(
@@ -127,7 +124,6 @@ class RunRestorer:
         If the run does not exist and the trainer wants to resume, the run is loaded in the background.
 
         Args:
-            request: The trainer's request.
             settings: The settings in the request.
             run_id: Id of the run for which the trainer's token is. Empty: the trainer may join any run.
 
@@ -166,7 +162,6 @@ class RunRestorer:
         All memberships end, and trainers join again. The run is loaded in the background.
 
         Args:
-            run: The run.
             lost: What was lost, for messages, such as ``server 'b' has ended``.
 
         Returns:
@@ -378,12 +373,7 @@ class RunRestorer:
 
 
 class CheckpointChooser:
-    """Looks for usable checkpoints in the folders of runs, and reports damaged ones.
-
-    Args:
-        state: State of the coordinator.
-        files: Runs work on checkpoint folders.
-    """
+    """Looks for usable checkpoints in the folders of runs, and reports damaged ones."""
 
     def __init__(self, state: CoordinatorState, files: CheckpointFiles) -> None:
         self._state, self._files = state, files
@@ -396,7 +386,6 @@ class CheckpointChooser:
         """Returns the checkpoint from which to create a run. None: create it without one.
 
         Args:
-            run_name: Name of the run.
             settings: Settings that the trainer asks for.
             options: Options for checkpoints that the trainer asks for.
             resume: As in ``JoinRequest``.
@@ -461,7 +450,6 @@ class CheckpointChooser:
 
         Args:
             run: The run that is being loaded.
-            restore: The damaged checkpoint.
             error: Why it cannot be loaded.
 
         Returns:
@@ -516,7 +504,6 @@ class CheckpointChooser:
         """Returns the manifest of a checkpoint that the user named, for a run. Blocks.
 
         Args:
-            url: The checkpoint.
             run: Name of the run that is to be created.
             directory: The folder of its checkpoints. Empty: it has none.
             only: The run whose checkpoints the caller may read. None: any.
@@ -536,13 +523,7 @@ class CheckpointChooser:
 
 
 class UnitFiller:
-    """Fills declared units from checkpoints. See Note: [Resuming in another grid].
-
-    Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        files: Runs work on checkpoint folders.
-    """
+    """Fills declared units from checkpoints. See Note: [Resuming in another grid]."""
 
     def __init__(self, state: CoordinatorState, servers: ShardServers, files: CheckpointFiles) -> None:
         self._state, self._servers, self._files = state, servers, files

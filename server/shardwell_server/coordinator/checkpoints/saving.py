@@ -79,7 +79,6 @@ def usable_files(
     Args:
         storage: Folder of the checkpoint.
         manifest: Its manifest, without these files.
-        reports: The reports with their trainers.
         replica_size: Number of trainers that have residuals of one data rank.
 
     Returns:
@@ -130,9 +129,6 @@ class CheckpointSaver:
     """Saves checkpoints. See Note: [Consistent checkpoints].
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
-        files: Runs work on checkpoint folders.
         filler: Knows the commit records of runs that were resumed in another grid.
     """
 
@@ -150,7 +146,6 @@ class CheckpointSaver:
         ``check_directory`` then reports it.
 
         Args:
-            name: Name of the run.
             config: The settings in the trainer's request.
 
         Returns:
@@ -186,7 +181,6 @@ class CheckpointSaver:
         first checkpoint.
 
         Args:
-            run: The run.
             checked: What ``check_new_directory`` has returned: this folder is not checked again.
         """
         checkpoints = run.checkpoints

@@ -179,7 +179,6 @@ def describe_performance(run: Run, logged_count: int) -> coordinator_pb2.Describ
     """Describes the last steps of a run, as its live trainers report them.
 
     Args:
-        run: The run.
         logged_count: Most steps with logged numbers.
     """
     world, commits = run.settings.world, run.commits
@@ -347,8 +346,6 @@ async def describe_weights(
     """Describes the units and buffers of one version of the weights. Waits until the version is committed.
 
     Args:
-        run: The run.
-        cluster: The shard servers.
         version: The version. None: the newest, or the one with the name.
         name: Name of a published version. Empty: none.
         wait_s: Longest time to wait in seconds.

@@ -141,10 +141,6 @@ def coordinator_metrics(
     """Yields the metrics of a coordinator.
 
     Args:
-        runs: The runs by name.
-        cluster: The shard servers.
-        events: The event log.
-        term: Term of the coordinator.
         now: Clock time of the cluster.
     """
     yield gauge("shardwell_coordinator_term", "Number of starts of the coordinator with this state.", [(term,)])

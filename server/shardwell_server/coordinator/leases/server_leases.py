@@ -43,7 +43,6 @@ class ServerLeases:
     """Leases of the shard servers.
 
     Args:
-        state: State of the coordinator.
         calls: Performs the probes.
     """
 
@@ -199,8 +198,6 @@ class ServerLeases:
         """Marks a shard server as stopped before its process ends. Repeating it is harmless.
 
         Args:
-            server_id: Id of the server.
-            epoch: Its epoch.
             keeps_copies: True if the next process of the id takes up the copies. Otherwise the server has left.
 
         Raises:

@@ -60,7 +60,6 @@ class TrainerLeases:
     """Leases of the trainers of every run.
 
     Args:
-        state: State of the coordinator.
         servers: The shard servers, which fence former trainers.
 
     Attributes:
@@ -77,7 +76,6 @@ class TrainerLeases:
         """Returns the run of this name. Creates it if it does not exist.
 
         Args:
-            name: Name of the run.
             settings: Settings that the run must have.
             run_id: Id of the run for which the caller's token is. Empty: the caller may join any run.
 
@@ -218,8 +216,6 @@ class TrainerLeases:
         """Removes a trainer from the run. Its ranks become vacant.
 
         Args:
-            run: The run.
-            member: The trainer.
             error: The error that ended its script. Empty: none.
         """
         if error:
@@ -389,7 +385,6 @@ class TrainerLeases:
         optimizer runs on the trainers, each expired trainer blocks the commit: its optimizer partitions are not staged.
 
         Args:
-            run: The run.
             step: The step in flight.
             updates_on_trainers: True if the optimizer runs on the trainers.
         """
@@ -428,7 +423,6 @@ class ItemLeases:
     """Leases of the work items of every run.
 
     Args:
-        state: State of the coordinator.
         servers: The shard servers, which fence former trainers.
     """
 
@@ -529,7 +523,6 @@ def _rank_fence(item: WorkItem, version: int | None) -> shard_pb2.RankFence:
     """Returns the fence of an item. The contributions of a finished item count: the step may be prepared already.
 
     Args:
-        item: The item.
         version: The version that it reads. None: the version of the step.
     """
     attempt = 0 if item.state.is_finished else item.attempt

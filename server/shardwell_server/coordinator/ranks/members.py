@@ -274,11 +274,7 @@ def tell(members: Iterable[Member]) -> None:
 
 @dataclass
 class Members:
-    """The trainers of a run, including gone ones.
-
-    Args:
-        run: Name of the run, for messages.
-    """
+    """The trainers of a run, including gone ones."""
 
     run: str
     by_name: dict[str, Member] = field(default_factory=dict)

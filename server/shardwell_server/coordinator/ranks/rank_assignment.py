@@ -59,8 +59,6 @@ class RankOwners:
         replica owns have the same replica epoch. A replica of one trainer has nothing to set up, and its epoch stays 0.
 
     Args:
-        settings: Settings of the run.
-        members: Its trainers.
         changes: Gives replicas their epochs.
     """
 
@@ -233,7 +231,6 @@ class RankOwners:
         See Note: [Replica epochs].
 
         Args:
-            trainers: The trainers.
             error: The error with which one of them has left. Empty: none has.
         """
         renewed = self._renew(trainers)
@@ -267,7 +264,6 @@ def replicas_of(world: World, assigned: Mapping[int, str]) -> list[Replica]:
     """Returns the replica that owns each dp rank, live or gone.
 
     Args:
-        world: The grid.
         assigned: Owner of every global rank.
     """
     return [tuple(assigned[rank] for rank in ranks) for ranks in ranks_of_items(world)]
@@ -372,7 +368,6 @@ def assign_ranks(world: World, applicants: Iterable[Applicant]) -> RankAssignmen
     block of data ranks of nearly equal size. With more, the last trainers get no rank.
 
     Args:
-        world: The grid.
         applicants: Trainers with distinct names and distinct requested ranks. If there are fewer than ranks, their
             number is a multiple of ``cp * tp * pp``, and ``requested_place`` of their requests is distinct.
     """
@@ -417,8 +412,6 @@ def _host_for(
     """Returns the host whose waiting trainers should fill ``count`` free ranks of a group.
 
     Args:
-        count: Number of free ranks.
-        waiting: Waiting trainers by host.
         neighbours: Hosts of the group's assigned ranks.
         whole_only: If True, return only a host that can fill all free ranks and matches all neighbours.
     """
@@ -452,9 +445,7 @@ def requested_place(world: World, trainer_count: int, rank: int) -> int:
     """Returns a number that is equal for requested ranks that one trainer plays, if replicas play several dp ranks.
 
     Args:
-        world: The grid.
         trainer_count: Number of trainers with which the run starts.
-        rank: A requested rank.
     """
     if world.replica_size == 1 or trainer_count >= world.size:
         return rank
@@ -504,7 +495,6 @@ def claim_ranks(
     Args:
         assigned: Owner of every rank, live or gone.
         live: Names of the live trainers. May include the applicant.
-        applicant: The trainer that joins.
         requested: Ranks that live trainers requested.
         expected: Number of trainers that the run expects. The fair share never assumes fewer.
 
@@ -566,10 +556,8 @@ def claim_place(
     none, it gets no rank and is a spare.
 
     Args:
-        world: The grid.
         assigned: Owner of every rank, live or gone.
         hosts: Host of each live trainer, by name. May include the applicant.
-        applicant: The trainer that joins.
 
     Returns:
         The changed entries of ``assigned`` and the entries that the applicant already owns.
@@ -605,7 +593,6 @@ def form_replica(world: World, assigned: Mapping[int, str], spares: Sequence[App
     """Forms a new replica of spares, which takes dp ranks from replicas that own several.
 
     Args:
-        world: The grid.
         assigned: Owner of every rank.
         spares: Live trainers without ranks.
 

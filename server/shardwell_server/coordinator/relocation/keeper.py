@@ -68,7 +68,6 @@ def choose_server(cluster: Cluster, holders: Collection[str], refused: Collectio
     """Returns the server for another copy of a shard: on another host where there is one, with the most free memory.
 
     Args:
-        cluster: The shard servers.
         holders: Ids of the servers that have a copy.
         refused: Ids of servers that have no memory, or cannot be reached.
 
@@ -93,7 +92,6 @@ def plan_moves(
     same plan, so moves that have not happened yet stay planned.
 
     Args:
-        shards: The shards.
         servers: Ids of the servers that may own shards.
         refused: Servers that have no memory for a shard.
     """
@@ -170,8 +168,6 @@ class BackupKeeper:
     """Builds, moves and releases the copies of every run's shards. See Note: [Wanted copies].
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
         promoter: Tells servers about moved shards, and releases copies.
         items: Fences former attempts.
         updates: Sends updates to new backups.
@@ -222,7 +218,6 @@ class BackupKeeper:
         """Starts draining a server, or stops it, and reports the progress.
 
         Args:
-            server_id: Id of the server.
             epoch: Epoch of the process that asks for its own draining. 0: someone else asks.
             cancel: True to stop draining.
 

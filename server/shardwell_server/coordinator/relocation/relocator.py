@@ -37,8 +37,6 @@ class Relocator:
     """Replaces lost primaries of every run. See Note: [Relocation].
 
     Args:
-        state: State of the coordinator.
-        servers: The shard servers.
         promoter: Tells servers about their new primaries.
         items: Fences former attempts.
         updates: Repeats the last update on servers of former copies that replace a primary.

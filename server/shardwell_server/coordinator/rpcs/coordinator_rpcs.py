@@ -27,11 +27,7 @@ _Lease = coordinator_pb2.WorkItem | coordinator_pb2.PartitionWork
 
 
 class Issuer:
-    """Issues tokens and proofs. Without a key, it issues none.
-
-    Args:
-        key: Key of the cluster.
-    """
+    """Issues tokens and proofs. Without a key, it issues none."""
 
     def __init__(self, key: ClusterKey | None) -> None:
         self.key = key

@@ -139,8 +139,6 @@ def _replica_store(run: Run, member: Member, replica_epoch: int, *, is_used: boo
     """Returns the store of a trainer's replica, also if its values were lost in a coordinator restart.
 
     Args:
-        run: The run.
-        member: The trainer.
         replica_epoch: The epoch that the trainer knows.
         is_used: True if the trainer exchanges something with the others. A lost store then renews the replica's epoch.
             See Note: [Lost replica stores].

@@ -202,7 +202,6 @@ class Cluster:
     """All shard servers that have registered and were not forgotten.
 
     Args:
-        clock: Returns monotonic seconds.
         lease_s: Lease of a server in seconds.
         stored: Stored servers. They are unconfirmed until they send a request.
         last_epoch: Highest epoch of a forgotten server.

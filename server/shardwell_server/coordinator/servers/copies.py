@@ -45,11 +45,7 @@ class Losses:
 
 
 class Copies:
-    """The copies of every run's shards. See Note: [Life of a copy]. Changes records only in memory.
-
-    Args:
-        cluster: The shard servers.
-    """
+    """The copies of every run's shards. See Note: [Life of a copy]. Changes records only in memory."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -39,7 +39,6 @@ class CallLine(asyncio.Protocol):
     """One call connection, for any number of rpcs at once. Created by ``connect``.
 
     Args:
-        peer: Name of the server, for errors.
         secret: What the server announced over gRPC.
     """
 
@@ -270,12 +269,7 @@ class ShardCalls:
         return GetMessageClass(method.output_type).FromString(await line.call(path, token, body, CALL_TIMEOUT_S))
 
     async def use_calls(self, address: str, calls: common_pb2.CallPort) -> None:
-        """Sends rpcs to a port beside gRPC that a server has announced, as long as it can be reached.
-
-        Args:
-            address: host:port of the server.
-            calls: The port.
-        """
+        """Sends rpcs to a port beside gRPC that a server has announced, as long as it can be reached."""
         host, _, port = address.rpartition(":")
         if not calls.port or calls.grpc_port != int(port) or self._credentials.tls is not None:
             return

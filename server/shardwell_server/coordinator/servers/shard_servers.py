@@ -31,7 +31,6 @@ class ShardServers:
     """Calls shard servers on behalf of runs.
 
     Args:
-        cluster: The shard servers.
         calls: Performs the rpcs.
         term: Term of this coordinator, which fences the requests of former coordinators.
         lease_s: Lease of a server in seconds. An unavailable server is retried for this long.
@@ -122,7 +121,6 @@ class ShardServers:
         """Calls several servers concurrently and waits for all of them.
 
         Args:
-            server_ids: Ids of the servers.
             rpc_name: Name of an rpc of ``ShardService``.
             request: The request, or a function that returns it for a server id.
 
@@ -151,11 +149,7 @@ class ShardServers:
 
 
 class _Call:
-    """A call to a server process.
-
-    Args:
-        server: The process.
-    """
+    """A call to a server process."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.process = server, (server.server_id, server.incarnation)

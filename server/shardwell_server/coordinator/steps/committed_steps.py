@@ -215,10 +215,8 @@ def next_run_state(
 
     Args:
         before: State after the previous step.
-        step: The step in flight.
         proposed: Tracked objects in the leader's proposal. None: unchanged.
         changed: Result of ``changed_buffers``.
-        layouts: Layouts of the run's units.
         generation: ``OptimizerStep.generation`` of the step.
     """
     is_new = starts_anew(before, generation)

@@ -92,7 +92,6 @@ class PreparedGradients:
         The sums are exact, so the result does not depend on how units are cut into shards.
 
         Args:
-            norms: Partial sums by unit and server.
             kind: Another norm to compute. None: none.
         """
         found = tuple(norms)
@@ -317,7 +316,6 @@ def validate_proposal(proposal: StepProposal, layouts: Sequence[UnitLayout], cut
 
     Args:
         proposal: A trainer's proposal.
-        layouts: Layouts of the units.
         cuts: Start of every shard in bytes of its unit's flat vector.
     """
     optimizer_checks.validate(proposal.optimizer)

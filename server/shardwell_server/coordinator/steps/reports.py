@@ -83,8 +83,6 @@ def check_reports(
 
     Args:
         step: The step in flight.
-        trainer: The trainer that reports.
-        reports: Its reports.
         layouts: Layouts of the run's units.
 
     Raises:
@@ -251,9 +249,6 @@ def find_differences(
 
     Args:
         finished: What is newly finished. It is not recorded yet.
-        step: Number of the step.
-        world: The run's world.
-        units: The run's units.
     """
     if world.tp == 1:
         return

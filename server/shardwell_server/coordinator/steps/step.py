@@ -334,7 +334,6 @@ class PartitionAssignments:
         Args:
             trainer: Name of the trainer, which has proposed the step.
             position: Its position in its replica. None: it owns no rank.
-            live: Names of the live trainers.
             next_epoch: Returns a new epoch.
         """
         work, attempts = [], sum_of_attempts(self._items)
@@ -523,7 +522,6 @@ class Step:
         Args:
             finished: Result of ``check_reports`` in ``reports.py``.
             now: Clock time.
-            trainer: Trainer that finished the items.
         """
         for work in finished:
             item = work.item

@@ -118,15 +118,7 @@ def next_late_item(
 
 
 class Work(ABC):
-    """The work items of one run.
-
-    Args:
-        settings: Settings of the run.
-        owners: The owners of its ranks.
-        commits: Its committed steps.
-        checkpoints: Its checkpoints.
-        clock: Returns monotonic seconds.
-    """
+    """The work items of one run."""
 
     def __init__(
         self,
@@ -543,7 +535,6 @@ class AsynchronousWork(Work):
         """Leases to a trainer the item that it computes next.
 
         Args:
-            name: The trainer.
             own_only: True to choose among its own ranks only.
 
         Returns:
@@ -593,7 +584,6 @@ class AsynchronousWork(Work):
         """Returns the item that a trainer starts next. None: there is none for it, or the trainer is gone.
 
         Args:
-            name: The trainer.
             items: The items of all data ranks.
             own_only: True to choose among the trainer's own ranks only.
         """

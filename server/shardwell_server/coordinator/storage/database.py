@@ -37,7 +37,6 @@ def _create(table: str, columns: Mapping[str, str] | None = None) -> str:
     """Returns the statement that creates a table: the columns of its key, and those of its records.
 
     Args:
-        table: The table.
         columns: The columns and their types. None: those of the records.
     """
     if columns is None:

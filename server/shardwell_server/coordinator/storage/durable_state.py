@@ -182,8 +182,6 @@ class Storage:
         """Stores a commit record. When this returns, the step is committed.
 
         Args:
-            run: Name of the run.
-            record: The commit record.
             state: The run's state, if it changed.
             changed: The run and its changed units, if they change with this commit.
         """

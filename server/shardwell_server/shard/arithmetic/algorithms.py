@@ -64,7 +64,6 @@ def lamb(
 
     Args:
         parameters: Whole parameters.
-        gradients: Their gradients.
         exp_avgs: Their first moments.
         exp_avg_sqs: Their second moments.
         steps: Number of updates of each parameter, which is incremented.
@@ -109,7 +108,6 @@ def lion(
 
     Args:
         parameters: Parameters, or parts of parameters.
-        gradients: Their gradients.
         exp_avgs: Their moments.
         lr: Size of every element's step.
         beta1: Coefficient of the moment for computing the step.
@@ -213,7 +211,6 @@ class Engine:
         The pieces are the same for the same parts, in every process.
 
         Args:
-            parts: The parts.
             settings: The settings. Only settings that enable state matter.
         """
 
@@ -258,7 +255,6 @@ class Engine:
 
         Args:
             values: By part. Each [numel]
-            states: By part.
             settings: As in ``joint_kind``.
         """
         raise NotImplementedError

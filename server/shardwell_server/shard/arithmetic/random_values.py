@@ -70,7 +70,6 @@ def fill(target: torch.Tensor, first_element: int, draw: initialization_pb2.Para
         target: Receives the elements. [numel]
         first_element: Index of the first element in the flattened part.
         draw: Passed ``check``. Its indices count elements of the whole parameter.
-        box: The part.
     """
     source, position = _Source(draw), 0
     for start, count in box.runs(first_element, first_element + target.numel()):

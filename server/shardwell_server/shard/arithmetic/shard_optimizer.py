@@ -183,7 +183,6 @@ class ShardOptimizer:
 
     Args:
         values: The parts of parameters in the shard. A whole parameter has its own shape, others have [numel].
-        allocate: Allocates state.
     """
 
     def __init__(self, values: Sequence[torch.Tensor], allocate: Allocate = allocate_ordinary) -> None:
@@ -297,7 +296,6 @@ class ShardOptimizer:
 
         Args:
             present: Whether each part has a gradient.
-            optimizer: The optimizer of the step.
             group_of: Group index of each part; negative for parts that are not optimised.
             key: ``allocation_key`` of the optimizer, if the caller has computed it.
         """

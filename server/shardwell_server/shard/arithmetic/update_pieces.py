@@ -135,7 +135,6 @@ def packed_bytes(total_bytes: int, tensor_count: int) -> int:
     """Returns the most bytes that one piece of several parts changes.
 
     Args:
-        total_bytes: Bytes that the pieces of all parts change.
         tensor_count: Number of tensors of one part that change, including its values.
     """
     return min(total_bytes, tensor_count * SLICE_BYTES)

@@ -63,11 +63,7 @@ class _Reservation:
 
 
 class BufferQuota:
-    """Counts how many more buffers of one kind a shard's reservation covers. Further buffers need unreserved memory.
-
-    Args:
-        count: Number of buffers that the reservation covers.
-    """
+    """Counts how many more buffers of one kind a shard's reservation covers. Further buffers need unreserved memory."""
 
     def __init__(self, count: int) -> None:
         self._free_count = count
@@ -228,7 +224,6 @@ class Memory:
 
         Args:
             key: The shard: run, unit and first byte.
-            shard_bytes: Size of the shard.
             max_contributions: Number of contributions to one step.
             holds_buffers: True for a shard of buffers.
             held_versions: Number of versions besides the newest that readers and work items may read.
@@ -296,8 +291,6 @@ class Memory:
 
         Args:
             key: The shard, as in ``reserve``.
-            optimizer_bytes: Size of the state.
-            what: Names the state in errors.
         """
         reservation = self._reservations[key]
         more = replace(reservation, optimizer_bytes=optimizer_bytes).total_bytes - reservation.total_bytes
@@ -361,10 +354,6 @@ class Memory:
         The buffer uses unreserved memory only. It leaves enough for one buffer of the largest shard, which the streams
         of other contributions may need.
 
-        Args:
-            size_bytes: Size of the buffer.
-            what: Names the stream in errors.
-
         Raises:
             CapacityError: No such memory is free, or the operating system has none.
         """
@@ -376,10 +365,8 @@ class Memory:
         """Acquires a buffer for one stream.
 
         Args:
-            size_bytes: Size of the buffer.
             quota: Quota of the shard's reservation. If it is used up, the call waits for unreserved memory.
             wait_s: Seconds to wait.
-            what: Names the stream in errors.
 
         Raises:
             CapacityError: No memory became free in time, or the operating system has none.

@@ -169,7 +169,6 @@ class ShardFile:
     """The parameters of one shard in shared memory: a header with their version, then the bytes.
 
     Args:
-        shared: The file.
         is_new: False for the file of a former process, whose version is kept.
     """
 

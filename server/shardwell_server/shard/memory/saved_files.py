@@ -42,7 +42,6 @@ class SavedFiles:
 
     Args:
         directory: The state directory. Servers may share one. Created if it does not exist.
-        owner: The server.
 
     Raises:
         OSError: The directory cannot be created.
@@ -86,7 +85,6 @@ class SavedFiles:
 
         Args:
             source: What ``find`` returned.
-            target: The folder.
             free_bytes: What shared memory offers.
 
         Raises:

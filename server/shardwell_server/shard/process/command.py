@@ -152,7 +152,6 @@ def _add_process_options(parser: argparse.ArgumentParser, role: str, content: st
 
     Args:
         parser: The parser of a command.
-        role: What the process is.
         content: What its memory is for.
     """
     add_option(

@@ -63,7 +63,6 @@ class CheckpointRequests:
     """Checkpoints and loading of the runs on this server. Used on the event loop.
 
     Args:
-        server_id: Name of this server.
         store: The server's runs.
         roots: The folders that may be opened.
     """
@@ -269,7 +268,6 @@ class ShardLoading:
 
     Args:
         opened: The open checkpoints.
-        run: The run.
         request: Names the checkpoint and its version, the attempt to load all units, or one unit.
         discard: Empties a shard whose loading has failed. None: the caller drops the shards.
     """
@@ -385,9 +383,7 @@ class CheckpointWriting:
 
     Args:
         server_id: Name of this server, which is also that of the file.
-        store: The server's memory and threads.
         run: The run. Its primaries have the version of the request.
-        request: Names the checkpoint.
         roots: The folders that may be opened.
     """
 

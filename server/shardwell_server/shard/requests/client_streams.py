@@ -80,7 +80,6 @@ class IncomingMessages:
 
     Args:
         messages: Serialised messages, from grpc.
-        message_type: Type of the messages.
     """
 
     def __init__(self, messages: AsyncIterator[bytes], message_type: type[AnyMessage]) -> None:
@@ -93,7 +92,6 @@ class IncomingMessages:
         """Returns the header in the first message.
 
         Args:
-            kind: Its type.
             check: Called with the header; raises if the caller may not send it.
 
         Raises:
@@ -168,7 +166,6 @@ class ReceivedStream:
     """A stream that has arrived as a whole, within a message. An ``IncomingStream``.
 
     Args:
-        data: The stream.
         announced: Its checksum, as the sender computed it.
     """
 

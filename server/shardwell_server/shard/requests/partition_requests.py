@@ -102,8 +102,6 @@ def compute_check_finite(
     """Raises NonFiniteError if new values have NaN or infinity.
 
     Args:
-        shard: The shard.
-        segments: Segments that have new values.
         values: Bytes of each segment. uint8.
         what: Names the partition in errors.
     """

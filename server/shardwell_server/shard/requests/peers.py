@@ -225,7 +225,6 @@ class Owners:
 
     Args:
         list_units: See ``ListUnits``.
-        peers: Calls other shard servers.
     """
 
     def __init__(self, list_units: ListUnits, peers: GrpcPeers) -> None:
@@ -240,8 +239,6 @@ class Owners:
         """Fetches a version of a shard from its owner; returns the bytes received.
 
         Args:
-            run: The run that the request names.
-            request: The request.
             place: See ``Place``. Not called for an owner that has no such shard any more.
 
         Raises:
@@ -268,8 +265,6 @@ class Owners:
         """Pushes a gradient to the owner of its shard.
 
         Args:
-            run: The run.
-            header: Header of the push.
             pieces: The gradients of the header's parameters, clipped to the shard.
 
         Raises:

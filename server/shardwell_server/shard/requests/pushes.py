@@ -23,7 +23,6 @@ class Push:
     """One part of a contribution that a trainer pushes to one shard. Used on the event loop.
 
     Args:
-        store: The server's shards and memory.
         run: Run that the push belongs to.
         shard: Shard that the push belongs to.
         header: The push's header.
@@ -54,7 +53,6 @@ class Push:
         A stream that is broken, rejected or replaced by a newer stream has no effect.
 
         Args:
-            incoming: The stream.
             wait_s: Seconds to wait for an update that is due, and for memory.
 
         Raises:
@@ -83,7 +81,6 @@ class Push:
         """Makes memory that a trainer wrote a contribution without a copy; returns as ``receive`` does.
 
         Args:
-            source: The memory.
             wait_s: Seconds to wait for an update that is due.
 
         Raises:
@@ -254,7 +251,6 @@ class Push:
         Call within ``HostedRun.exclusively``, after ``copy_at_once``, or ``check_adoption`` and ``await_due_update``.
 
         Args:
-            source: The memory with the part.
             checksum: Checksum of the part's stream. None: a trainer wrote the memory.
         """
         self._check_current()

@@ -42,8 +42,6 @@ class RelayedRun:
     """What this server relays of one run. Used on the event loop.
 
     Args:
-        identity: The run.
-        store: The server's memory and threads.
         shared: Shared memory for cached shards.
         budget: The budget of cached shards.
         owners: Reads from and pushes to the owners of shards.
@@ -158,7 +156,6 @@ class RelayedSession:
     """What one trainer does at the relay, over one transport.
 
     Args:
-        run: The run.
         group: The ranks with which its gradients are added. Empty: none.
         rank: Its own rank.
     """
@@ -183,7 +180,6 @@ class Relay:
     """Relays for the trainers of this host. Used on the event loop. See Note: [Relays].
 
     Args:
-        store: The server's memory and threads.
         shared: Shared memory for cached shards.
         owners: Reads from and pushes to the owners of shards.
     """

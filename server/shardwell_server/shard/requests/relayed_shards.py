@@ -69,12 +69,9 @@ class CachedShard:
     """One version of a shard in shared memory. Used on the event loop. See Note: [Versions of a cached shard].
 
     Args:
-        run: The run.
         request: Names the shard and the wire dtype, for Gather.
         plan: How the stream of the shard is decoded. None: the values travel as they are stored.
-        file: Memory for the values.
         grant: The memory's grant in the server's budget.
-        store: The server's memory and threads.
         owners: Reads from the owner of the shard.
     """
 
@@ -249,8 +246,6 @@ class RelayedShard:
     """A shard of a server, as far as its gradients are relayed. What a shared gradient buffer needs of a shard.
 
     Args:
-        run: The run.
-        layout: The unit.
         start_bytes: First byte of the shard in the flat vector.
         stop_bytes: End of the shard.
         order: The run's order of additions.
@@ -314,8 +309,6 @@ class RelayedSums:
     """The gradients of one run that wait at this relay. Used on the event loop. See Note: [Sums at a relay].
 
     Args:
-        run: The run.
-        store: The server's memory and threads.
         owners: Pushes to the owners of shards.
     """
 
@@ -356,7 +349,6 @@ class RelayedSums:
         """Pushes a gradient, or the sum of its group; returns the answer for the trainer.
 
         Args:
-            gradient: The gradient.
             group: The ranks of its group, in ascending order.
 
         Raises:

@@ -64,7 +64,6 @@ class Replicator:
     """Brings the backups of this server's primaries to every step. Used on the event loop.
 
     Args:
-        store: The server's runs and shards.
         peers: Calls other servers.
     """
 
@@ -126,7 +125,6 @@ class Replicator:
         """Sends the committed state to a backup and registers the backup; returns the bytes sent.
 
         Args:
-            run: The run.
             shard: The primary, which does not change meanwhile.
             backup: The backup, without values.
             deadline: Time of the event loop.
@@ -168,8 +166,6 @@ class Replicator:
         Returns only when no backup is left that was added meanwhile. Answer without another ``await``: see ``copy``.
 
         Args:
-            run: The run.
-            step: The prepared step.
             optimizer: The optimizer that is expected to update the step. None: not known yet.
 
         Returns:
@@ -478,7 +474,6 @@ def write_step(
 
     Args:
         shard: The primary.
-        header: Names the kind of content.
         optimizer: The optimizer that is expected to update the step. None: not known yet.
     """
     pieces: list[Buffer] = []

@@ -250,8 +250,6 @@ def _allocate_held(run: HostedRun, step: int, ranks: Set[int]) -> None:
     """Allocates the memory in which an update keeps the version of a step for the work items that still read it.
 
     Args:
-        run: The run.
-        step: The step.
         ranks: The ranks whose work items the step commits.
 
     Raises:

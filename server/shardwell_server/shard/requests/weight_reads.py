@@ -119,10 +119,8 @@ async def reading(
     """Waits for the version that a Gather requests, and keeps it readable while the block runs.
 
     Args:
-        store: The server's memory and threads.
         run: The run, from ``requested_shard``.
         shard: The shard, from ``requested_shard``.
-        request: The request.
         wait_s: Seconds to wait for the version, and for memory.
 
     Raises:
@@ -235,8 +233,6 @@ async def _reading_averages(
     """Makes a snapshot of a shard with averages in place of values; yields its version and bytes.
 
     Args:
-        store: The server's memory and threads.
-        run: The run.
         shard: A shard of the run.
         version: Version to read. None: the newest.
         wait_s: Seconds to wait for the version, and for memory.
@@ -278,8 +274,6 @@ async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[
     needs the memory.
 
     Args:
-        run: The run.
-        version: Version to pin.
         wait_s: Seconds to wait for the version of all shards.
 
     Raises:

@@ -82,8 +82,6 @@ class ShardFiles:
     update needs is not in shared memory, there is no record, and the shard ends with the process.
 
     Args:
-        spec: The shard.
-        memory: The server's memory budget.
         shared: Shared memory that outlives the process.
         undo: The log of the shard's run.
     """

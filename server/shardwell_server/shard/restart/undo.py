@@ -149,7 +149,6 @@ class UndoLog:
     """The copies of the change that one run makes. See Note: [Interrupted updates].
 
     Args:
-        memory: The server's memory budget.
         shared: Shared memory that outlives the process. None: the copies serve this process only.
     """
 

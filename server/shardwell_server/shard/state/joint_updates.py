@@ -33,11 +33,7 @@ class _Plan:
 
 
 class JointUpdates:
-    """The joint updates of one run. Used on the event loop, within ``HostedRun.exclusively``.
-
-    Args:
-        undo: The log of the run.
-    """
+    """The joint updates of one run. Used on the event loop, within ``HostedRun.exclusively``."""
 
     def __init__(self, undo: UndoLog) -> None:
         self._undo = undo

@@ -260,7 +260,6 @@ class HostedRun:
         """True if a step is prepared that applies a rank's contribution, which can no longer change.
 
         Args:
-            dp_rank: The rank.
             step: The version that the rank's work item reads.
         """
         if self.rank_versions is None:
@@ -434,9 +433,6 @@ class CoordinatorTerm:
 
     async def check(self, term: int) -> None:
         """Admits requests of the current coordinator only.
-
-        Args:
-            term: Term in the request.
 
         Raises:
             StaleEpochError: A later coordinator has taken over.

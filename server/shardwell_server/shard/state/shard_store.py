@@ -73,7 +73,6 @@ class ShardStore:
 
     Args:
         budget_bytes: Memory budget for all runs.
-        threads: Pool for tensor work.
         shared: Shared memory for parameters, if trainers on this host may map them.
         key: Key of the cluster, with which the proofs of leases are checked. None: no proofs are needed.
     """
@@ -146,7 +145,6 @@ class ShardStore:
         """Raises AccessError unless the sender of a request proves that the context's epoch is that of its lease.
 
         Args:
-            context: Context of the request.
             lease: The leased dp rank, or ``INITIALIZER``.
         """
         if self._key is not None:
@@ -333,8 +331,6 @@ class ShardStore:
         Every copy that a server drops is dropped here.
 
         Args:
-            run: The run.
-            shards: The copies.
             why: Returns the error that readers and senders of a copy get.
         """
         dropped = list(shards)

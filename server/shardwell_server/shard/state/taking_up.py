@@ -64,7 +64,6 @@ class ShardsOfFormer:
 
     Args:
         shared: Shared memory, whose folder a former process may have left.
-        memory: The server's memory budget.
         runs: The runs of this server by run id, to which the shards are added.
     """
 

@@ -37,9 +37,7 @@ async def reduce_batch(
     """Handles the parts of a batch one after another; a rejected part does not affect the others.
 
     Args:
-        store: The server's shards.
         offered: The server's transports.
-        request: The batch.
         wait_s: Seconds that all parts together may wait.
         peer: Address of the sender, for the log.
 

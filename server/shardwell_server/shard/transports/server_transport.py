@@ -52,11 +52,7 @@ AnyTransport = TypeVar("AnyTransport", bound=ServerTransport)
 
 
 class ServerTransports:
-    """The transports that one server offers besides gRPC.
-
-    Args:
-        server_id: Name of the server, for errors.
-    """
+    """The transports that one server offers besides gRPC."""
 
     def __init__(self, server_id: str) -> None:
         self._server_id = server_id

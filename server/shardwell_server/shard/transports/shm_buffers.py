@@ -36,7 +36,6 @@ class SharedGradientBuffer:
     Used on the event loop. See Note: [Buffers belong to one trainer].
 
     Args:
-        shard: Shard that the gradients belong to.
         shared: The file.
         grant: The memory's grant in the server's budget.
     """
@@ -119,7 +118,6 @@ class DescriptorSocket:
     """The socket in a server's folder. Used on the event loop.
 
     Args:
-        folder: The server's folder.
         find: Returns a new descriptor of the file with a name, for the transport with a token. None: there is none.
     """
 

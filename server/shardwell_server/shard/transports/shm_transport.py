@@ -45,7 +45,6 @@ class ShmTransport:
 
     Args:
         shared: Shared memory for buffers.
-        memory: The server's memory budget.
     """
 
     kind: ClassVar[int] = common_pb2.TRANSPORT_KIND_SHM
@@ -148,8 +147,6 @@ class ShmSession:
 
     Args:
         run: The run that the session belongs to.
-        shared: Shared memory for buffers.
-        memory: The server's memory budget.
         relayed: What this server relays for the trainer. None: the trainer uses the server's own shards.
     """
 

@@ -67,7 +67,6 @@ class SendTransfer:
 
     Args:
         stream: The bytes of the connection.
-        buffers: The buffers.
         memory_bytes: Size of the last buffers together whose memory may be released. See Note: [Memory of others].
         check: Raises ShardwellError if this memory may have changed. None: it does not change.
     """
@@ -111,7 +110,6 @@ class ReceiveTransfer:
 
     Args:
         stream: The bytes of the connection.
-        target: The buffer.
         enough: The transfer is complete after this many bytes.
     """
 
@@ -213,9 +211,6 @@ class Connection:
     """One connected socket. Used by one task at a time. After a ReduceScatter request, an ``IncomingStream``.
 
     Every method raises OSError if the connection broke, and DeadlineError if a transfer is too slow.
-
-    Args:
-        peer: The socket.
     """
 
     piece_bytes: ClassVar[int] = socket_frames.DATA_BYTES

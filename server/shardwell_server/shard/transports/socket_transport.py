@@ -75,7 +75,6 @@ class SocketTransport:
     """A ``ServerTransport`` that listens on one port for the connections of all sessions. Used on the event loop.
 
     Args:
-        store: The server's shards.
         listener: A listening socket. The transport closes it.
         offered: The server's transports. Requests may name gradient buffers of the shm transport.
         tls: TLS of the server. None: connections are not encrypted.
@@ -215,9 +214,7 @@ class StreamRequests:
     """Serves the requests of one connection, one after the other.
 
     Args:
-        store: The server's shards.
         offered: The server's transports.
-        connection: The connection.
         session: Its session. Requests must name the session's run, by name and id.
     """
 

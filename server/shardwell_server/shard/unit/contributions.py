@@ -46,7 +46,6 @@ class LazyViews(Sequence[torch.Tensor]):
     """Segments of a buffer, which is split when one of them is first read: small shards are reduced as a whole.
 
     Args:
-        buffer: The buffer.
         split: Returns its segments, by segment number.
     """
 
@@ -170,11 +169,7 @@ class Contributions:
         return contribution.part_count if (own_epoch, contribution.attempt) == (epoch, attempt) else 0
 
     def seem_complete(self, count: int) -> bool:
-        """True if every contributor pushed as many parts as in the last step, or one part in the first step.
-
-        Args:
-            count: Number of contributors.
-        """
+        """True if every contributor pushed as many parts as in the last step, or one part in the first step."""
         # Called after every push: cheap until the last contributor has pushed.
         if not self.by_rank or len(self.by_rank) < (len(self._usual) or count):
             return False
@@ -233,7 +228,6 @@ class Contributions:
 
         Args:
             expected: ``(attempt, part_count)`` by contributor.
-            contributors: The contributors of the step.
             name: Names a contributor.
         """
         lines = []
@@ -255,8 +249,6 @@ class KeptGradients:
     that is retried within a step starts from the same values.
 
     Args:
-        spec: The shard.
-        memory: The server's memory budget.
         views: Splits a buffer into segments, by segment number.
     """
 

@@ -32,7 +32,6 @@ class EncodedVersions:
     Args:
         plans: Stream plans of the shard.
         start_bytes: Start of the shard in the flat vector.
-        memory: Memory for encodings.
         reader_copies: Takes encodings that are replaced while they have readers.
     """
 
@@ -203,7 +202,6 @@ class DeltaChain:
     """The chain of one shard in one wire dtype. Used on the event loop. See Note: [Delta chain].
 
     Args:
-        memory: Memory for deltas.
         reader_copies: Counts the readers of encodings, and frees deltas that are dropped while they have readers.
     """
 
@@ -247,7 +245,6 @@ class DeltaChain:
         """Returns the deltas from a client's base to a version, with a reader.
 
         Args:
-            base: The stream that the client has.
             version: The wanted version.
             stream_bytes: Size of the whole stream.
 
@@ -338,7 +335,6 @@ async def copied(memory: Memory, pieces: Sequence[Buffer], stream_bytes: int) ->
     """Returns a buffer that starts with the pieces. None: no memory is free.
 
     Args:
-        memory: The memory.
         pieces: Together smaller than the stream.
         stream_bytes: Size of the stream that they replace.
     """

@@ -69,12 +69,7 @@ class StagedPartition:
 
 
 class Partitions:
-    """The optimizer partitions of one shard. Used on the event loop; methods named ``compute_*`` run in a thread.
-
-    Args:
-        spec: The shard.
-        memory: The server's memory budget.
-    """
+    """The optimizer partitions of one shard. Used on the event loop; methods named ``compute_*`` run in a thread."""
 
     def __init__(self, spec: ShardSpec, memory: Memory) -> None:
         self.generation = 0
@@ -175,7 +170,6 @@ class Partitions:
             epoch: Epoch of the sender's lease.
             segments: Segments that have new values.
             tensors: Descriptions of the state.
-            request_id: Id of the request.
             share: Whether the state should be in shared memory if possible.
             what: Names the partition in errors.
 
@@ -267,8 +261,6 @@ class SharedStagingBuffer:
     Args:
         what: Names the buffer in errors.
         bounds: Half-open range of the partition within the shard.
-        memory: The server's memory budget.
-        shared: Shared memory for the buffer.
 
     Raises:
         CapacityError: The buffer does not fit the memory budget or the shared memory.

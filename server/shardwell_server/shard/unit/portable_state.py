@@ -350,7 +350,6 @@ class CapturedShard:
     """The tensors of one shard in one version.
 
     Args:
-        shard: The shard.
         tensors: Its tensors. Each contiguous, on the CPU.
         memory: Unreserved memory for copies.
     """
@@ -382,7 +381,6 @@ class CapturedShard:
         """Copies some bytes of a tensor.
 
         Args:
-            number: Number of the tensor.
             start: Position of the first byte.
             target: Where to copy them to. uint8. [size]
 
@@ -451,7 +449,6 @@ class VersionCapture:
     """The primary shards of a run in one version. See Note: [Copies for checkpoints].
 
     Args:
-        version: The version.
         shards: The captured shards, in the order in which they should be written.
     """
 

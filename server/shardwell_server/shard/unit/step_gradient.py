@@ -48,9 +48,6 @@ class StepGradient:
     """The gradient of one shard. Used on the event loop; methods named ``compute_*`` run in a thread.
 
     Args:
-        spec: The shard.
-        parts: Its segments.
-        memory: The server's memory budget.
         partitions: What trainers staged from the mean.
         files: Files from which another process of the server can take up the mean. None: nothing outlives the process.
     """
@@ -453,8 +450,6 @@ class MeanGradient:
     The mean is in a buffer of the server's memory, in a shared file, or in the only contribution.
 
     Args:
-        memory: The server's memory.
-        size_bytes: Size of the shard.
         segment_starts: First byte of each segment in the unit's flat vector.
         views: Splits a buffer of the shard's size into segments, by segment number.
     """
@@ -606,7 +601,6 @@ class MeanGradient:
         The buffer is the shard's file, unless the file contains a mean or another stream fills the file.
 
         Args:
-            numbers: The segments that the primary sends.
             file: Returns the file. None: there is none.
 
         Raises:

@@ -98,7 +98,6 @@ class UnitShard:
 
     Args:
         spec: Run, unit and range of the shard.
-        memory: The server's memory budget.
         role: What the server does with the shard.
         files: Files from which another process of the server can take up the shard. None: nothing outlives the process.
     """

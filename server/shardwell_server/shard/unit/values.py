@@ -38,9 +38,6 @@ class Values:
     Used on the event loop. Snapshots are evictable; see ``Snapshots``.
 
     Args:
-        what: Names the shard in errors.
-        unit: Name of the unit, for errors.
-        memory: Memory for values and snapshots.
         held_count: Number of older versions that the shard's reservation covers.
     """
 
@@ -222,7 +219,6 @@ class Values:
         """Continues with the values of a former process.
 
         Args:
-            live: The values.
             version: Their version. If the file does not show it, the update to the next version was interrupted: no
                 version is readable until that update is repeated.
             held: Files of older versions.
@@ -347,7 +343,6 @@ class LiveBuffer:
     Args:
         received: The initial values. Their buffer is claimed.
         shared: Shared memory to move the values to, if trainers on this host may map them.
-        what: Names the shard in errors.
     """
 
     def __init__(self, received: IncomingBuffer, shared: SharedMemory | None, what: str) -> None:
@@ -376,7 +371,6 @@ class LiveBuffer:
         """Returns the values that a former process left in shared memory.
 
         Args:
-            file: The file.
             grant: The memory's grant in the server's budget.
         """
         made = cls.__new__(cls)
@@ -446,8 +440,6 @@ class Snapshots:
     their readers may be arbitrarily slow. Used on the event loop.
 
     Args:
-        what: Names the shard in errors.
-        unit: Name of the unit, for errors.
         memory: Memory from which the snapshots were acquired.
     """
 
@@ -518,9 +510,6 @@ class HeldVersions:
     up shards, they are in files in shared memory, which are reused. Used on the event loop.
 
     Args:
-        what: Names the shard in errors.
-        unit: Name of the unit, for errors.
-        memory: The server's memory.
         count: Number of versions that the shard's reservation covers.
         snapshots: Takes versions that still have readers when they are no longer held.
     """
