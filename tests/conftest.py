@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from tempfile import TemporaryDirectory
 
@@ -15,6 +16,16 @@ import shardwell
 from shardwell_wire.host.server_folders import FolderOwner
 from tests.support.forked_servers import forked_servers
 from tests.support.left_folders import discard, noted_servers
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports the tests without collecting garbage, which takes a third of the time: there is none, and torch is large."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,8 +18,8 @@ from shardwell_wire.errors import AccessError, UnauthenticatedError
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, new_key
 from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import coordinator_pb2
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import small_run
+from tests.support.server_processes import ready_address, server_process
 
 PATH = "/shardwell_wire.v1.CoordinatorService/ListRuns"
 

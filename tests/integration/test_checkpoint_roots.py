@@ -29,9 +29,9 @@ from shardwell_wire.model.topology import World
 from shardwell_wire.security.credentials import Credentials, new_key
 from shardwell_wire.security.tokens import ClusterKey, Role
 from shardwell_wire.v1 import coordinator_pb2
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.checkpoints import rewrite_manifest, write_checkpoint
 from tests.support.cluster import small_run
+from tests.support.server_processes import ready_address, server_process
 
 SECRET = bytes(range(0x30, 0x5A)) + b"-the-secret-of-the-cluster-0123456789"
 RUN = "mine"

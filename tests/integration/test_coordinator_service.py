@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -35,6 +33,7 @@ from shardwell_wire.v1 import common_pb2, coordinator_pb2
 from tests.support.cluster import wait_until
 from tests.support.coordinator import config, finished_item, optimizer, unit
 from tests.support.fake_shards import FakeShard, serve_fakes
+from tests.support.server_processes import server_process
 
 LEASE_S = 1.0
 POLLS = 10
@@ -394,8 +393,8 @@ def test_oversized_request_is_rejected(shared: Cluster) -> None:
     ],
 )
 def test_invalid_options_are_rejected(options: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "shardwell_server", "coordinator", "--listen", "127.0.0.1:0", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert result.returncode != 0
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    with server_process("coordinator", "--listen", "127.0.0.1:0", *options) as server:
+        output, errors = server.communicate(timeout=30)
+    assert server.returncode not in (0, None) and output == ""
+    assert message in errors
+    assert "Traceback" not in errors

@@ -36,9 +36,9 @@ from shardwell_wire.security.credentials import new_key
 from shardwell_wire.security.tls import Tls
 from shardwell_wire.security.tokens import ClusterKey, Role
 from shardwell_wire.v1 import coordinator_pb2
-from tests.integration.test_shard_process import server_process
 from tests.support.certificates import TestAuthority, replace_files
 from tests.support.cluster import silent_connections, small_run, wait_until
+from tests.support.server_processes import server_process
 
 SERVICE = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
 OF_RUN = [name for name in dashboard.RPCS if name not in ("ListRuns", "ListServers", "DescribeCluster")]

@@ -143,7 +143,7 @@ def compare_weights(session: shardwell.Session, expected: nn.Module, *, exact: b
     [
         ((1, 2, 1), "1F1B"),
         ((2, 1, 2), "1F1B"),
-        ((2, 2, 1), "GPipe"),
+        pytest.param((2, 2, 1), "GPipe", marks=pytest.mark.long),
         ((1, 2, 2), "Interleaved1F1B"),
         ((1, 1, 2), "ZBVZeroBubble"),
         ((2, 2, 2), "1F1B"),

@@ -13,9 +13,9 @@ from shardwell_server.serving import server_options
 from shardwell_wire.errors import UsageError
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, new_key
 from shardwell_wire.security.tls import Tls
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.integration.test_tokens import terminal
 from tests.support.certificates import TestAuthority
+from tests.support.server_processes import ready_address, server_process
 
 INSECURE, SECURE = argparse.Namespace(insecure=True), argparse.Namespace(insecure=False)
 

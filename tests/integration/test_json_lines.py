@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import small_run
+from tests.support.server_processes import ready_address, server_process
 
 
 def test_every_line_of_an_ordinary_run_is_an_object(tmp_path: Path) -> None:

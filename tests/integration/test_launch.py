@@ -265,8 +265,13 @@ def test_number_of_restarts_is_limited(launch: Launch, script: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_stops_trainers_and_servers(script: Path, number: signal.Signals) -> None:
-    with launched("--num-shards", "1", write(script, WAIT)) as process:
+def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: Path, number: signal.Signals) -> None:
+    with launched("--num-shards", "1", "--run", "r", write(script, WAIT)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[launch] starting a private cluster: a coordinator and 1 shard server\n"
+        plan = process.stdout.readline()
+        assert plan.startswith("[launch] run 'r' on 127.0.0.1:")
+        assert plan.endswith(": starting 2 trainers for World(dp=2, tp=1, pp=1)\n")
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
         assert len(below) == 4, "two trainers, a coordinator and a shard server"
@@ -322,6 +327,7 @@ def test_trainers_train_together_on_a_private_cluster(
     assert lines == {f"step {step} rank {rank}" for step in range(3) for rank in range(2)}
 
 
+@pytest.mark.long  # test_dead_trainer_is_restarted, and tests/faults/test_rejoin.py
 def test_restarted_trainer_rejoins_the_run(cluster: shardwell.LocalCluster, run_name: str, script: Path) -> None:
     # The survivor would train to the end before the other trainer has started again.
     command = write(script, TRAIN, steps=40, joins=str(script) + ".joins", starts=3)
@@ -378,12 +384,3 @@ def test_dead_shard_server_is_reported_and_trainers_continue(script: Path) -> No
         next(child for child in below if "shard" in child.cmdline()).kill()
         wait_for_lines(process, "[launch] shard-0 ended by SIGKILL. The end of its log:", 1)
         assert sum("script.py" in " ".join(child.cmdline()) for child in below if child.is_running()) == 2
-
-
-def test_launch_prints_its_plan_before_it_starts(script: Path) -> None:
-    with launched("--num-shards", "1", "--run", "r", write(script, WAIT)) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "[launch] starting a private cluster: a coordinator and 1 shard server\n"
-        line = process.stdout.readline()
-        assert line.startswith("[launch] run 'r' on 127.0.0.1:")
-        assert line.endswith(": starting 2 trainers for World(dp=2, tp=1, pp=1)\n")

@@ -30,8 +30,13 @@ with shardwell.LocalCluster(num_shards=2) as cluster:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[shardwell.LocalCluster]:
     """Its servers are new interpreters, as in production. Those of the other clusters of this process are forked."""
-    with started_servers(), shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as running:
+    running = shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096)
+    with started_servers():
+        running.start()
+    try:
         yield running
+    finally:
+        running.stop()
 
 
 def listed_servers(address: str) -> coordinator_pb2.ListServersResponse:

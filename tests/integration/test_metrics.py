@@ -22,8 +22,8 @@ from shardwell.transport.service_client import CoordinatorClient
 from shardwell_server.cli import build_parser
 from shardwell_server.serving.server_options import endpoint_of
 from shardwell_wire.v1 import coordinator_pb2
-from tests.integration.test_shard_process import server_process
 from tests.support.cluster import silent_connections, small_run, wait_until
+from tests.support.server_processes import server_process
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 _NAME = re.compile(r"shardwell_(coordinator|run|cluster_server|server|rpc|events|rpcs|build)(_[a-z]+)*")

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import shardwell
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import small_run, wait_until
+from tests.support.server_processes import ready_address, server_process
 
 
 def test_coordinator_without_the_key_changes_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from shardwell.command.cli import main as command
 from shardwell.transport import service_client
 from shardwell_server.cli import main as server_command
 from shardwell_wire.v1 import common_pb2
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.integration.test_tokens import terminal
 from tests.support.certificates import TestAuthority, replace_files
 from tests.support.cluster import build_model, small_run, wait_until
@@ -27,6 +26,7 @@ from tests.support.processes import TrainerProcess
 from tests.support.rank_runs import gradient_bytes
 from tests.support.reference import undisturbed_sha256
 from tests.support.relay import relay_process
+from tests.support.server_processes import ready_address, server_process
 
 
 @pytest.fixture(scope="module")

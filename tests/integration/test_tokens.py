@@ -24,10 +24,10 @@ from shardwell_wire.errors import AccessError, UnauthenticatedError, UsageError,
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, MemberCredentials, new_key
 from shardwell_wire.security.tokens import Role
 from shardwell_wire.v1 import common_pb2, coordinator_pb2, shard_pb2
-from tests.integration.test_shard_process import ready_address, server_process
 from tests.support.cluster import build_model, small_run
 from tests.support.grpcurl import Grpcurl
 from tests.support.processes import ROOT
+from tests.support.server_processes import ready_address, server_process
 
 SERVICES = [
     coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from io import BufferedReader, TextIOWrapper
 from multiprocessing import process as multiprocessing_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,6 +86,44 @@ class ForkedProcess:
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+
+class ForkedCommand(ForkedProcess):
+    """A process that runs ``shardwell-server``. Its standard files are text, as of ``Popen(..., text=True)``."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        # The process opens the end for writing by its path, so this end stays open until the process has ended.
+        reading, self._written = os.pipe()
+        super().__init__(
+            "shardwell_server.cli", arguments, environment, Path(f"/proc/{os.getpid()}/fd/{self._written}")
+        )
+        self.stdout, self.stderr = TextIOWrapper(BufferedReader(self.stdout)), os.fdopen(reading)
+
+    def _reap(self) -> None:
+        super()._reap()
+        os.close(self._written)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal."""
+        self._send(number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Returns the rest of the output and of the errors when the process has ended. Closes the files."""
+        if self.stdin is not None:
+            self.stdin.close()
+        if self.stdout.closed:
+            return "", ""
+        with ThreadPoolExecutor(2) as pool:
+            rest = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+            output, errors = (each.result() for each in rest)
+        self.stdout.close()
+        self.stderr.close()
+        return output, errors
 
 
 class ForkedServer(ForkedProcess):

@@ -1,14 +1,38 @@
-"""Shard servers that a test adds to a running cluster."""
+"""Servers that a test starts by itself: with the arguments of the command, or as another one of a running cluster."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwell.find_credentials import PublishedCredentials
 from shardwell.processes.local_cluster import LocalCluster, ServerProcess
+from tests.support.forked_servers import ForkedCommand
 from tests.support.left_folders import discard, owners_of
+
+ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def server_process(*arguments: str, **environment: str) -> Iterator[ForkedCommand]:
+    """Runs ``shardwell-server`` with these arguments and variables."""
+    process = ForkedCommand(arguments, {**ENVIRONMENT, **environment})
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+        discard(owners_of(arguments))
+
+
+def ready_address(process: ForkedCommand) -> str:
+    """Returns the address at which the server is ready."""
+    address: str = json.loads(process.stdout.readline())["address"]
+    return address
 
 
 @contextmanager
