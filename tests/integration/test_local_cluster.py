@@ -77,6 +77,7 @@ def test_stop_ends_all_processes_and_removes_temporary_files() -> None:
     cluster.stop()
 
 
+@pytest.mark.long  # so does test_no_files_remain_when_owner_and_server_are_killed, of which one server is killed
 def test_servers_end_when_their_owner_is_killed(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed owner cannot remove its files
     with subprocess.Popen(
