@@ -1,7 +1,7 @@
 """Hooks of MkDocs: add the reference and linked files outside ``docs/``, and adapt pages to Python-Markdown.
 
-The reference of Python has every public name of ``shardwell``, by the room of the module that defines it. The reference
-of the protos has every service, rpc, message and enum with its comments. Neither is kept by hand.
+The reference of Python has every public name of ``shardwell`` and of the rooms in ``GROUPS``. The reference of the
+protos has every service, rpc, message and enum with its comments. Neither is kept by hand.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROTOS = sorted((ROOT / "protos/shardwell_wire/v1").glob("*.proto"))
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
 """A link from a page of ``docs/`` to a file outside."""
+GROUPS = {room: f"client/shardwell/{room}/__init__.py" for room in ("monitor", "weights", "wrapping")}
+GROUPS["errors"] = "protos/shardwell_wire/errors.py"
+"""Modules with public names that ``shardwell`` itself does not list, and the files that list them."""
 PROJECT = ("CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md", "LICENSE")
 
 
@@ -71,22 +74,29 @@ def _indented_lists(lines: list[str]) -> Iterator[str]:
 
 def python_reference() -> str:
     """Returns the page of the public names. MkDocs' plugin replaces its ``:::`` lines by signatures and docstrings."""
-    tree = ast.parse((ROOT / "client/shardwell/__init__.py").read_text())
+    imports, public = _imports_and_names("client/shardwell/__init__.py")
+    rooms: dict[str, list[str]] = defaultdict(list)
+    for node in sorted(imports, key=lambda node: (node.module or "").split(".")[0]):  # shardwell, then shardwell_wire
+        parts = (node.module or "").split(".")
+        rooms[parts[1] if len(parts) > 1 else "modules"] += [alias.name for alias in node.names if alias.name in public]
+    groups = {room: [*_imports_and_names(path)[1] - public] for room, path in GROUPS.items()}
+    rooms["modules"] = [name for name in rooms["modules"] if name not in groups]
+    lines = ["# Python", "", "Every public name of `shardwell`, by the room that defines it."]
+    for room, names in rooms.items():
+        if names:
+            lines += ["", f"## {room.capitalize()}", *(f"\n::: shardwell.{name}" for name in sorted(names))]
+    for room, names in groups.items():
+        lines += ["", f"## shardwell.{room}", *(f"\n::: shardwell.{room}.{name}" for name in sorted(names))]
+    return "\n".join(lines)
+
+
+def _imports_and_names(path: str) -> tuple[list[ast.ImportFrom], set[str]]:
+    """Returns what a module imports, and its public names."""
+    tree = ast.parse((ROOT / path).read_text())
     [public] = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    rooms: dict[str, list[str]] = defaultdict(list)
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    for node in sorted(imports, key=lambda node: (node.module or "").split(".")[0]):  # shardwell, then shardwell_wire
-        parts = (node.module or "").split(".")
-        rooms[parts[1] if len(parts) > 1 else "modules"] += [
-            alias.name for alias in node.names if alias.name in ast.literal_eval(public)
-        ]
-    rooms = {room: names for room, names in rooms.items() if names}
-    lines = ["# Python", "", "Every public name of `shardwell`, by the room that defines it."]
-    for room, names in rooms.items():
-        lines += ["", f"## {room.capitalize()}", *(f"\n::: shardwell.{name}" for name in sorted(names))]
-    return "\n".join(lines)
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)], set(ast.literal_eval(public))
 
 
 @dataclass

@@ -7,9 +7,9 @@ all private writable memory, used or not, including the interpreter, torch and t
 memory. Trainers therefore use sockets, as with servers on other hosts. The table shows that they map no shared memory.
 Two shard servers on this machine, about 5 GB, hold the state and have no limit.
 
-The last layer alone is larger than the limit and is therefore a ``shardwell.TiledLinear``. FSDP2 gets the same model
-with the same tiles as units, built on the meta device and cut in two before a tensor has memory. Plain PyTorch gets the
-model unchanged. Finally, plain PyTorch without a limit plays both ranks, and its weights have the same bits.
+The last layer alone is larger than the limit and is therefore a ``shardwell.wrapping.TiledLinear``. FSDP2 gets the same
+model with the same tiles as units, built on the meta device and cut in two before a tensor has memory. Plain PyTorch
+gets the model unchanged. Finally, plain PyTorch without a limit plays both ranks, and its weights have the same bits.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def make_model(arguments: argparse.Namespace) -> torch.nn.Sequential:
 
     with torch.device("meta"):
         linears = [torch.nn.Linear(arguments.width, arguments.width) for _ in range(arguments.num_layers)]
-        head = shardwell.TiledLinear(arguments.width, arguments.num_classes, num_tiles=arguments.num_tiles)
+        head = shardwell.wrapping.TiledLinear(arguments.width, arguments.num_classes, num_tiles=arguments.num_tiles)
         layers = [layer for linear in linears for layer in (linear, torch.nn.Tanh())]
         return torch.nn.Sequential(*layers, head)
 

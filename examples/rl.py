@@ -135,7 +135,7 @@ def attach(model: GPT) -> shardwell.Reader:
                 reader.follow(model)
                 attempt.pop_all()
                 return reader
-            except (shardwell.NotFoundError, shardwell.StepStateError, shardwell.UsageError):
+            except (shardwell.errors.NotFoundError, shardwell.errors.StepStateError, shardwell.UsageError):
                 if time.monotonic() > deadline:
                     raise
         time.sleep(0.1)

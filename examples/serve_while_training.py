@@ -104,7 +104,7 @@ def attach(address: str, training: subprocess.Popen[bytes]) -> shardwell.Reader:
                 reader.wait_for(1, timeout_s=5.0)
                 stack.pop_all()
                 return reader
-        except (shardwell.NotFoundError, shardwell.StepStateError, shardwell.DeadlineError):
+        except (shardwell.errors.NotFoundError, shardwell.errors.StepStateError, shardwell.errors.DeadlineError):
             if training.poll() is not None:
                 sys.exit("the training ended before it had weights")
             time.sleep(0.2)

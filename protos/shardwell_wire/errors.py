@@ -40,6 +40,8 @@ and whose metadata is the exception's data. Both ends therefore see the same cla
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar
@@ -47,6 +49,40 @@ from typing import Any, ClassVar
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+
+__all__ = [
+    "AccessError",
+    "CapacityError",
+    "ChunkError",
+    "ConflictError",
+    "CorruptDataError",
+    "DeadlineError",
+    "DuplicateError",
+    "FreedParameterError",
+    "HyperparameterMismatchError",
+    "IncompleteStepError",
+    "InternalError",
+    "InvalidRequestError",
+    "MissingTorchError",
+    "NonFiniteError",
+    "NotFoundError",
+    "ReplicaLostError",
+    "RunDeletedError",
+    "RunMismatchError",
+    "ShardwellError",
+    "StaleEpochError",
+    "StepRestartedError",
+    "StepStateError",
+    "TiedParameterError",
+    "TlsError",
+    "TooManyRequestsError",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "UnitMismatchError",
+    "UsageError",
+    "VersionGoneError",
+    "WorldError",
+]
 
 DOMAIN = "shardwell"
 """``ErrorInfo.domain`` of every error of this project."""
@@ -321,6 +357,26 @@ def import_with_torch(name: str) -> ModuleType:
             f"{name} needs PyTorch, which is not installed: install the build for this machine, or run "
             "pip install 'shardwell[train]'"
         ) from None
+
+
+def import_on_use(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns ``__getattr__`` and ``__dir__`` of a package that imports its public names when they are first used.
+
+    Args:
+        package: Name of the package. Its ``__all__`` is what ``dir`` lists.
+        names: Public names, with spaces between, by the module that has them. A module may be a name by itself.
+    """
+    modules = {name: module for module, listed in names.items() for name in listed.split()}
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_with_torch(modules[name])
+        value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted(sys.modules[package].__all__)
 
 
 def from_rpc_error(error: grpc.RpcError, peer: str) -> ShardwellError:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import shardwell
 import shardwell.testing
-from shardwell import (
+from shardwell.errors import (
     CorruptDataError,
     FreedParameterError,
     RunMismatchError,

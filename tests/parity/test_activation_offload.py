@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwell import ActivationOffload, CapacityError, UsageError, offload_activations
+from shardwell import UsageError, offload_activations
+from shardwell.errors import CapacityError
 from shardwell.module.fully_shard import fully_shard
 from shardwell.module.residency import UnitState
+from shardwell.wrapping import ActivationOffload
 from tests.support.module_parity import LAYERS, Pair, Sharded, gpt, gpt_loss, inputs, wrap_blocks
 
 

@@ -66,8 +66,10 @@ def names_of(module: str) -> frozenset[str]:
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and node.module and node.names[0].name == "*":
+                names.update(names_of(node.module))
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names.update(ast.literal_eval(node.value))
+            names.update(("__all__", *ast.literal_eval(node.value)))
         elif isinstance(node, ast.Name):
             names.add(node.id)
         elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.Tuple):

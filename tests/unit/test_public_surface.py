@@ -12,36 +12,92 @@ from pathlib import Path
 import pytest
 
 import shardwell
+import shardwell_wire.errors as wire_errors
 
 PROTOS = sorted((Path(__file__).parents[2] / "protos/shardwell_wire/v1").glob("*.proto"))
 
 NAMES = """
-    AccessError CapacityError ChunkError ClientSide ConflictError CorruptDataError CustomPolicy DeadlineError
-    DuplicateError FlatClientSide FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError
-    InvalidRequestError ReplicaLostError LocalCluster MissingTorchError MixedPrecisionPolicy RunDeletedError amp
-    ModuleTypePolicy NoWrapPolicy NonFiniteError NotFoundError RunMismatchError Session ShardedModule ShardwellError
-    SizePolicy StaleEpochError Step StepRestartedError StepStateError TiedParameterError TooManyRequestsError
-    UnauthenticatedError
-    UnavailableError
-    UnitMismatchError UsageError
-    ActivationOffload BackwardPrefetch MemoryOptions MemoryStrategy offload_activations ReplicaOptions ShardingStrategy
-    TransferOptions VersionGoneError WaitOptions World WorldError auto_wrap full_state_dict fully_shard
-    iter_full_state_dict join optim parallel Reader attach
-    register_forward_method MemoryReport UnitMemory num_parameters local_ratio TiledLinear TlsError TlsOptions
-    engines from_safetensors init join_state_dicts TensorSlice save_dcp save_safetensors sharded_state_dict testing
-    CheckpointReader open_checkpoint checkpoint_to_dcp dcp_to_checkpoint
-    weights_digest Bottleneck PerformanceReport Severity StepPart unwrap merge_experts split_experts
-    ASYNCHRONOUS BOUNDED_STALENESS Consistency SYNCHRONOUS
+    ASYNCHRONOUS BOUNDED_STALENESS BackwardPrefetch ClientSide Consistency CustomPolicy FlatClientSide LocalCluster
+    MemoryOptions MemoryStrategy MixedPrecisionPolicy ModuleTypePolicy NoWrapPolicy Reader ReplicaOptions SYNCHRONOUS
+    Session ShardedModule ShardingStrategy ShardwellError SizePolicy Step TlsOptions TransferOptions UsageError
+    WaitOptions World amp attach auto_wrap engines errors from_safetensors full_state_dict fully_shard init join
+    monitor offload_activations optim parallel register_forward_method save_safetensors testing unwrap weights wrapping
 """
+
+GROUPS = {
+    "errors": """
+        AccessError CapacityError ChunkError ConflictError CorruptDataError DeadlineError DuplicateError
+        FreedParameterError HyperparameterMismatchError IncompleteStepError InternalError InvalidRequestError
+        MissingTorchError NonFiniteError NotFoundError ReplicaLostError RunDeletedError RunMismatchError ShardwellError
+        StaleEpochError StepRestartedError StepStateError TiedParameterError TlsError TooManyRequestsError
+        UnauthenticatedError UnavailableError UnitMismatchError UsageError VersionGoneError WorldError
+    """,
+    "monitor": """
+        Bottleneck MemoryReport PerformanceReport Severity StepPart UnitMemory local_ratio num_parameters
+    """,
+    "weights": """
+        CheckpointReader TensorSlice checkpoint_to_dcp dcp_to_checkpoint iter_full_state_dict join_state_dicts
+        open_checkpoint save_dcp sharded_state_dict weights_digest
+    """,
+    "wrapping": "ActivationOffload TiledLinear merge_experts split_experts",
+}
+"""Public names that ``shardwell`` resolves, too, and does not list: earlier versions had them there."""
 
 OPTIMIZERS = """
     Adadelta Adafactor Adagrad Adam AdamW Adamax Combined LAMB Lion Muon NAdam RAdam RMSprop SGD ShardedOptimizer
 """
 
 
+def names_of(group: str) -> set[str]:
+    """Returns the public names that ``dir`` lists."""
+    module = getattr(shardwell, group)
+    names = {name for name in dir(module) if not name.startswith("_")}
+    assert names == {*module.__all__}
+    return names
+
+
 def test_public_names_are_unchanged() -> None:
     assert sorted(shardwell.__all__) == sorted(NAMES.split())
     assert sorted(shardwell.optim.__all__) == sorted(OPTIMIZERS.split())
+    assert {name: names_of(name) for name in GROUPS} == {name: {*names.split()} for name, names in GROUPS.items()}
+
+
+def test_few_names_are_listed_at_the_top() -> None:
+    assert dir(shardwell) == sorted(shardwell.__all__)
+    assert len(dir(shardwell)) <= 50
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_names_of_a_group_are_found_at_the_top_and_listed_in_the_group_only(group: str) -> None:
+    for name in names_of(group):
+        assert getattr(shardwell, name) is getattr(getattr(shardwell, group), name)
+    assert names_of(group) & {*dir(shardwell)} == ({"ShardwellError", "UsageError"} if group == "errors" else set())
+
+
+def test_errors_are_those_of_the_wire_and_of_no_other_name() -> None:
+    found = [
+        cls
+        for cls in vars(wire_errors).values()
+        if isinstance(cls, type) and issubclass(cls, wire_errors.ShardwellError)
+    ]
+    assert sorted(cls.__name__ for cls in found) == sorted(names_of("errors"))
+    assert all(getattr(shardwell.errors, cls.__name__) is cls for cls in found)
+
+
+_FORMER = {name for names in GROUPS.values() for name in names.split()} - {*NAMES.split()}
+FORMER = re.compile(rf"\bshardwell\.({'|'.join(_FORMER)})\b")
+TEXTS = {".md", ".proto", ".py", ".pyi", ".sh", ".yaml", ".yml"}
+"""A spelling of an earlier version, which still works."""
+
+
+@pytest.mark.parametrize(
+    "place", ["README.md", "SECURITY.md", "docs", "examples", "benchmarks", "deploy", "client", "server", "protos"]
+)
+def test_texts_have_the_spelling_that_is_listed(place: str) -> None:
+    root = Path(__file__).parents[2]
+    paths = [root / place] if "." in place else [path for path in (root / place).rglob("*") if path.suffix in TEXTS]
+    found = [(str(path.relative_to(root)), name[0]) for path in paths for name in FORMER.finditer(path.read_text())]
+    assert found == []
 
 
 def is_imported(module: str, after: str) -> bool:
@@ -72,15 +128,20 @@ def test_inspecting_a_cluster_does_not_import_torch() -> None:
 
 def test_local_cluster_and_errors_do_not_import_torch() -> None:
     assert not is_imported("torch", after="import shardwell; shardwell.LocalCluster, shardwell.UsageError")
+    statements = "import shardwell.errors; from shardwell import errors; import shardwell"
+    assert not is_imported(
+        "torch", after=f"{statements}; errors.TlsError, shardwell.errors.TlsError, shardwell.TlsError"
+    )
 
 
 def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'shardwell' has no attribute 'nonsense'"):
         shardwell.nonsense  # noqa: B018
-    assert set(shardwell.__all__) <= set(dir(shardwell))
+    with pytest.raises(AttributeError, match=r"module 'shardwell\.weights' has no attribute 'nonsense'"):
+        shardwell.weights.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("name", sorted(shardwell.__all__))
+@pytest.mark.parametrize("name", sorted({*NAMES.split(), *_FORMER}))
 def test_public_names_have_docstrings(name: str) -> None:
     assert inspect.getdoc(getattr(shardwell, name))
 

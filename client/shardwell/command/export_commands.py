@@ -112,7 +112,7 @@ def add_digest_parser(subparsers: Subparsers, help_line: str) -> None:
         help_line,
         _digest,
         description="Prints a SHA-256 digest of names, dtypes, shapes and values of all parameters and buffers of one "
-        "version. shardwell.weights_digest(full_state_dict(model)) is the same.",
+        "version. shardwell.weights.weights_digest(full_state_dict(model)) is the same.",
         epilog=_DIGEST_EPILOG,
     )
     parser.add_argument("run", metavar="RUN", help="name of the run")

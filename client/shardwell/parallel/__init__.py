@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwell_wire.errors import import_on_use
 
 if TYPE_CHECKING:
     from shardwell.parallel.context_parallel import ContextParallel
@@ -30,30 +31,15 @@ __all__ = [
     "split_model",
 ]
 
-_MODULES = {
-    "SCHEDULES": "shardwell.parallel.pipeline",
-    "ActivationShape": "shardwell.parallel.description",
-    "ContextParallel": "shardwell.parallel.context_parallel",
-    "ModelSplit": "shardwell.parallel.splitting",
-    "ParallelModel": "shardwell.parallel.parallel_model",
-    "PipelineSchedule": "shardwell.parallel.pipeline",
-    "PipelineStage": "shardwell.parallel.pipeline",
-    "SchedulePlan": "shardwell.parallel.pipeline",
-    "StageExample": "shardwell.parallel.splitting",
-    "TensorParallelOptions": "shardwell.parallel.parallel_model",
-    "TensorParallelPlan": "shardwell.parallel.tensor",
-    "parallelize": "shardwell.parallel.parallel_model",
-    "plan_tensor_parallel": "shardwell.parallel.tensor",
-    "split_model": "shardwell.parallel.splitting",
-}
-
-
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
-
-    def __getattr__(name: str) -> Any:
-        """Imports a public name when it is first used: torch's engines are slow to import."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name]), name)
-        globals()[name] = value
-        return value
+    __getattr__, __dir__ = import_on_use(  # torch's engines are slow to import
+        __name__,
+        {
+            "shardwell.parallel.context_parallel": "ContextParallel",
+            "shardwell.parallel.description": "ActivationShape",
+            "shardwell.parallel.parallel_model": "ParallelModel TensorParallelOptions parallelize",
+            "shardwell.parallel.pipeline": "SCHEDULES PipelineSchedule PipelineStage SchedulePlan",
+            "shardwell.parallel.splitting": "ModelSplit StageExample split_model",
+            "shardwell.parallel.tensor": "TensorParallelPlan plan_tensor_parallel",
+        },
+    )

@@ -1,6 +1,6 @@
 """Reads checkpoints of runs by name and element range, without a cluster and without the model's code.
 
->>> checkpoint = shardwell.open_checkpoint("checkpoints/gpt/step-000000042-6fd1c0a2")
+>>> checkpoint = shardwell.weights.open_checkpoint("checkpoints/gpt/step-000000042-6fd1c0a2")
 >>> checkpoint.read("blocks.0.proj.weight")
 >>> checkpoint.read("blocks.0.proj.weight", "exp_avg", start=0, stop=1000)
 >>> model.load_state_dict(checkpoint.state_dict())

@@ -69,7 +69,7 @@ def mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
     if len(meshes) > 1 or any(mesh.ndim != 1 for mesh in meshes):
         raise UsageError(
             f"parameters are split over {', '.join(map(str, meshes))}, expected one mesh of one dim: call "
-            "shardwell.iter_full_state_dict on all ranks and write the values on one"
+            "shardwell.weights.iter_full_state_dict on all ranks and write the values on one"
         )
     return meshes[0] if meshes else None
 

@@ -207,7 +207,7 @@ def _match(
 _CONVERSION = (
     "Transformers converts some checkpoints when it loads them, such as those of mixtures of experts. Save this one "
     "once with the names of the model: model = AutoModelForCausalLM.from_pretrained(FOLDER), "
-    "shardwell.split_experts(model) if it is called here, too, and model.save_pretrained(OTHER, "
+    "shardwell.wrapping.split_experts(model) if it is called here, too, and model.save_pretrained(OTHER, "
     "save_original_format=False)"
 )
 

@@ -214,7 +214,8 @@ def _check_experts(model: nn.Module, experts: Collection[type[nn.Module]], *, is
         names = ", ".join(kind.__name__ for kind in experts)
         raise UsageError(
             f"auto_wrap(experts=...): {type(model).__name__} has no module of the class {names}; pass the class of one "
-            "expert. If one module holds the parameters of all experts, call shardwell.split_experts(model) instead"
+            "expert. If one module holds the parameters of all experts, call "
+            "shardwell.wrapping.split_experts(model) instead"
         )
 
 

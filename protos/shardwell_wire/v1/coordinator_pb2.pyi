@@ -1464,7 +1464,7 @@ class StepReport(google.protobuf.message.Message):
     """Maximum of the memory that gathered weights took."""
     @property
     def part_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Duration of each part, by the names of shardwell.StepPart. They add up to step_s. Parts of 0 s are left out."""
+        """Duration of each part, by the names of shardwell.monitor.StepPart. They add up to step_s. Parts of 0 s are left out."""
 
     @property
     def bottlenecks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepBottleneck]:

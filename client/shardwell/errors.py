@@ -1,0 +1,13 @@
+"""Every error that Shardwell raises, below ``ShardwellError``. Importing them needs no torch.
+
+>>> try:
+...     pinned = reader.pin(version)
+... except shardwell.errors.VersionGoneError:
+...     pinned = reader.pin()
+
+``shardwell_wire/errors.py`` defines them and shows the tree. ``shardwell.ShardwellError`` and ``shardwell.UsageError``
+are the same classes.
+"""
+
+from shardwell_wire.errors import *  # noqa: F403
+from shardwell_wire.errors import __all__  # noqa: F401
