@@ -550,7 +550,8 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
     "loop: a loader as number of steps": (
         lambda at: at.train(loader()),
         UsageError,
-        r"expected a number, that of all steps of the run, such as epochs \* len\(loader\)$",
+        r"expected the number of all steps of the run, session\.steps\(1000\), or a DataLoader and all its epochs, "
+        r"session\.steps\(loader, epochs=3\)$",
     ),
     "loop: no optimizer.step": (lambda at: [at.compute(step) for step in at.session.steps(1)], UsageError, NO_STEP),
     "loop: accumulation over steps": (accumulation_over_steps, UsageError, NO_STEP),

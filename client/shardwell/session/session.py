@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from shardwell.find_credentials import find_credentials
 from shardwell.grid import replica
@@ -330,28 +331,35 @@ class Session:
 
     # ---- the loop ----
 
-    def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
+    def steps(
+        self, num_steps: int | DataLoader[Any], *, epochs: int | None = None, optimizer_steps: int = 1
+    ) -> Iterator[Step]:
         """Yields the steps of the run from the committed step up to step ``num_steps``.
+
+        >>> for step in session.steps(loader, epochs=3):
+        ...     for batch in step.batches(loader):
 
         Yields nothing and logs a warning if the run has committed that many steps. Yields a step again if a shard
         server or this trainer's membership was lost between the loop over ``step.batches`` and the commit. Tracked
         objects then have the state with which the iteration began.
 
         Args:
-            num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted.
+            num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted. Or
+                a ``DataLoader``, for all steps of its epochs; ``batch_size`` counts samples of one data rank.
+            epochs: Epochs of the loader in the whole run. ``step.epoch`` and ``step.ends_epoch`` count them.
             optimizer_steps: Calls of ``optimizer.step()`` in the loop body. Each call is a commit of the run. A trainer
                 that joins between two calls repeats the iteration: ``step.batches`` yields nothing for the committed
                 part, and ``optimizer.step()`` returns at once.
 
         Raises:
-            UsageError: The loop body called ``optimizer.step()`` less or more often.
+            UsageError: The loop body called ``optimizer.step()`` less or more often; or the loader has no known length.
             RunMismatchError: Another trainer of the run divides its model differently (schedule, stages, styles).
         """
         if self._closed:
             self._membership.check()
         while not self._training.plan_report.send(self.step):
             self.in_flight.rejoining.join_again()
-        return self.loop.steps(num_steps, optimizer_steps)
+        return self.loop.steps(num_steps, epochs, optimizer_steps)
 
     def track(self, **objects: Any) -> None:
         """Stores the state of objects, such as LR schedulers and counters, with every commit.

@@ -99,6 +99,28 @@ def read_loader(loader: DataLoader[Any], options: BatchOptions) -> tuple[Any, Ba
     )
 
 
+def steps_per_epoch(loader: DataLoader[Any], dp: int) -> int:
+    """Returns how many steps an epoch of a DataLoader has.
+
+    Raises:
+        UsageError: The loader has a stream, a sampler of its own, or fewer samples than a step takes.
+    """
+    source, options = read_loader(loader, BatchOptions())
+    if isinstance(source, IterableDataset) or options.batch_size is None:
+        raise UsageError(
+            "steps(loader): an epoch of a stream, or of a loader without batch_size, has no known number of steps: "
+            "pass the number of all steps, session.steps(1000)"
+        )
+    return _num_steps(len(source), options.batch_size * dp, drop_last=options.drop_last, of=options.batch_size)
+
+
+def _num_steps(size: int, per_step: int, *, drop_last: bool, of: int) -> int:
+    """Returns the steps of an epoch. At least one."""
+    if not (found := size // per_step if drop_last else -(-size // per_step)):
+        raise UsageError(f"the dataset has {size} samples; a step takes batch_size {of} x dp {per_step // of}")
+    return found
+
+
 def is_stream(source: Any, options: BatchOptions) -> bool:
     """True if a source is read in its own order, and not by index or by step.
 
@@ -190,10 +212,7 @@ def sample_indices(
         UsageError: The dataset has fewer samples than one step takes.
     """
     per_step = batch_size * dp
-    steps_per_epoch = size // per_step if drop_last else -(-size // per_step)
-    if steps_per_epoch == 0:
-        raise UsageError(f"the dataset has {size} samples; a step takes batch_size {batch_size} x dp {dp}")
-    epoch, position = divmod(step, steps_per_epoch)
+    epoch, position = divmod(step, _num_steps(size, per_step, drop_last=drop_last, of=batch_size))
     first = position * per_step
     count = min(batch_size, -(-(size - first) // dp))
     start, stop = first + dp_rank * count, first + (dp_rank + 1) * count

@@ -18,7 +18,14 @@ from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed, seed_batch
 from shardwell.step.step_commit import StepUpdate
 from shardwell.step.step_state import WorkItemState
-from shardwell.training.batch_sources import BatchFunction, BatchOptions, batch_function, is_stream, read_loader
+from shardwell.training.batch_sources import (
+    BatchFunction,
+    BatchOptions,
+    batch_function,
+    is_stream,
+    read_loader,
+    steps_per_epoch,
+)
 from shardwell.training.batch_workers import BatchWorkers, pin
 from shardwell.training.step_in_flight import StepInFlight
 from shardwell.training.streams import StreamReaders
@@ -47,6 +54,8 @@ class LoopPosition:
     """Calls of ``optimizer.step()`` in this iteration so far."""
     means: Mapping[str, float] = field(default_factory=UnknownMeans)
     """Means of the logged numbers in the last of these commits, by name."""
+    steps_per_epoch: int = 0
+    """Steps of an epoch of the loader that ``steps`` got; 0 without a loader."""
 
     @property
     def step(self) -> int:
@@ -98,6 +107,24 @@ class Step:
         self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
         self._looped_for: int | None = None
         """Commit, counted in the iteration, for whose work items a loop over ``batches`` has ended."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0. Only of ``session.steps(loader, epochs=...)``."""
+        return self._divide_by_epoch()[0]
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True in the last step of an epoch. Only of ``session.steps(loader, epochs=...)``."""
+        return self._divide_by_epoch()[1] == self._loop.steps_per_epoch - 1
+
+    def _divide_by_epoch(self) -> tuple[int, int]:
+        if not self._loop.steps_per_epoch:
+            raise UsageError(
+                "steps(num_steps) does not say how many steps an epoch has: use session.steps(loader, epochs=...), or "
+                "divide step.number by the number of steps of an epoch"
+            )
+        return divmod(self.number, self._loop.steps_per_epoch)
 
     def batches(
         self,
@@ -333,12 +360,17 @@ class BatchFeeds:
         self._open.clear()
 
 
-def _check_counts(num_steps: int, optimizer_steps: int) -> None:
+def _check_counts(num_steps: Any, epochs: int | None, optimizer_steps: int) -> None:
     if optimizer_steps < 1:
         raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
-    if not isinstance(num_steps, float) and not hasattr(num_steps, "__index__"):
+    is_loader = isinstance(num_steps, DataLoader)
+    if is_loader != (epochs is not None) or not (
+        is_loader or isinstance(num_steps, float) or hasattr(num_steps, "__index__")
+    ):
         raise UsageError(
-            f"steps({num_steps!r}): expected a number, that of all steps of the run, such as epochs * len(loader)"
+            f"steps({num_steps if isinstance(num_steps, int) else type(num_steps).__name__}"
+            f"{'' if epochs is None else f', epochs={epochs}'}): expected the number of all steps of the run, "
+            "session.steps(1000), or a DataLoader and all its epochs, session.steps(loader, epochs=3)"
         )
 
 
@@ -357,9 +389,11 @@ class TrainingLoop:
         self._position: LoopPosition | None = None
         """Position of the loop over ``steps``. None: there is no such loop."""
 
-    def steps(self, num_steps: int, optimizer_steps: int) -> Iterator[Step]:
+    def steps(self, num_steps: Any, epochs: int | None, optimizer_steps: int) -> Iterator[Step]:
         """Yields the steps from the committed one up to step ``num_steps``; see ``Session.steps``."""
-        _check_counts(num_steps, optimizer_steps)
+        _check_counts(num_steps, epochs, optimizer_steps)
+        per_epoch = 0 if epochs is None else steps_per_epoch(num_steps, self._membership.world.dp)
+        num_steps = num_steps if epochs is None else per_epoch * epochs
         if self._committed >= num_steps * optimizer_steps:
             logger.warning(
                 "run %r has committed %d steps, so steps(%d) has none left to train: the number counts all steps of "
@@ -391,7 +425,7 @@ class TrainingLoop:
         self._membership.note_loop(ended_step=None)
         try:
             while number < num_steps:
-                loop = self._position = LoopPosition(number, optimizer_steps)
+                loop = self._position = LoopPosition(number, optimizer_steps, steps_per_epoch=per_epoch)
                 self._in_flight.enter()
                 step = Step(loop, self._in_flight, feeds, seed=membership.seed)
                 yield step
