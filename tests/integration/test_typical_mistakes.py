@@ -627,7 +627,8 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
     "restart: units of another policy": (
         lambda at: at.join_again(nn.Sequential(*make_model(), nn.ReLU(), nn.Linear(2, 2))),
         StepStateError,
-        r"call shardwell\.unwrap\(model\) before; it then continues with the run's values\.",
+        r"call shardwell\.unwrap\(model\) before, or session\.close\(\) and shardwell\.join again; it then continues "
+        r"with the run's values\.",
     ),
     "close: a forward": (after_close(lambda at: at.loss()), StaleEpochError, JOIN_AGAIN),
     "close: a loop": (after_close(lambda at: at.train(2)), StaleEpochError, JOIN_AGAIN),

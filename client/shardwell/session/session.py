@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -196,6 +197,8 @@ class Session:
         )
         self.coordinator = CoordinatorClient(address, credentials)
         self._closed = False
+        self._loop_thread: int | None = None
+        """The thread that has called ``steps``."""
         import_first_uses(config.world)
         self._collections = ExitStack()
         if config.world.replica_size > 1:  # before anything that refers to a model
@@ -352,11 +355,18 @@ class Session:
                 part, and ``optimizer.step()`` returns at once.
 
         Raises:
-            UsageError: The loop body called ``optimizer.step()`` less or more often; or the loader has no known length.
+            UsageError: The loop body called ``optimizer.step()`` less or more often; the loader has no known length; or
+                this trainer is a spare, and this thread trains for a trainer with a rank.
             RunMismatchError: Another trainer of the run divides its model differently (schedule, stages, styles).
         """
         if self._closed:
             self._membership.check()
+        self._loop_thread = threading.get_ident()
+        if not self._ranks and any(
+            other.run_id == self.run_id and other.num_ranks and other._loop_thread == self._loop_thread
+            for other in _open_sessions
+        ):
+            raise UsageError(f"trainer {self.trainer!r} is a spare and would wait forever: {self._spare_hint()}")
         while not self._training.plan_report.send(self.step):
             self.in_flight.rejoining.join_again()
         return self.loop.steps(num_steps, epochs, optimizer_steps)

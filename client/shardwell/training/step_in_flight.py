@@ -57,8 +57,8 @@ class StepInFlight:
         """Whether several optimizers update the session's parameters in turn."""
         self.means: Mapping[str, float] = {}
         """Means over the data ranks of the numbers that were logged in the step that was committed last, by name."""
-        self._is_model_checked = False
-        """Whether this trainer has found out, in its first step, if the loop runs the sharded model."""
+        self._has_missed_model: bool = False
+        """True if the last step of a loop over ``step.batches`` ran no sharded module."""
         # A commit that was interrupted with the former model may be pending.
         training.units.passes.before_use = self.settle
 
@@ -268,9 +268,9 @@ class StepInFlight:
             return not response.skipped
         if state.pending_update is None and not (state.in_batches or state.skips_gradients):
             self._require_work(optimizer)
-        elif not self._is_model_checked and state.items and not state.skips_gradients:
-            self._is_model_checked = True
-            if not self._units.used:
+        elif state.items and not state.skips_gradients:
+            has_missed, self._has_missed_model = self._has_missed_model, not self._units.used
+            if self._has_missed_model and not has_missed:
                 logger.warning(
                     "step %d: no sharded module ran in the loop over step.batches, so this trainer has no gradient: "
                     "train the model that auto_wrap or fully_shard got",

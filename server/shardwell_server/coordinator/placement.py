@@ -433,9 +433,10 @@ def _check_new(run: Run, layout: UnitLayout) -> None:
     if run.committed_step and not is_filled:
         raise StepStateError(
             f"unit {layout.unit!r} is new, but run {run.name!r} has committed {run.committed_step} steps: declare "
-            "every unit before the first step, under the same name in every trainer. To wrap a model again in a "
-            "session, such as in a notebook, call shardwell.unwrap(model) before; it then continues with the run's "
-            f"values. Another model needs a run of its own, join(run=NAME){_advice_on_rewrap(run)}",
+            "every unit before the first step, under the same name in every trainer. To wrap a model again, such as "
+            "in a notebook, call shardwell.unwrap(model) before, or session.close() and shardwell.join again; it then "
+            "continues with the run's values. Another model needs a run of its own, join(run=NAME)"
+            f"{_advice_on_rewrap(run)}",
             unit=layout.unit,
         )
     if run.asynchronous and layout.holds_buffers:
