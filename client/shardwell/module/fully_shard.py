@@ -29,7 +29,7 @@ from shardwell.module.new_units import (
     tie_of,
 )
 from shardwell.module.outside_reads import gather_for_reader
-from shardwell.module.parameters import FoundParameter, Site
+from shardwell.module.parameters import FoundParameter, Site, divided
 from shardwell.module.passes import ForwardBackward, ThreadGuard
 from shardwell.module.residency import UnitSettings
 from shardwell.module.strategy import ReplicaOptions, ShardingStrategy, check_strategy
@@ -162,24 +162,25 @@ def shard_modules(
             f"mp_policy={mp_policy!r}: expected a policy of Shardwell, such as "
             "shardwell.MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
         )
-    found = collect_parameters(modules, prefixes, ignored_params)
     meta_device = torch.device(device)
-    guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
-    planned = plan_units(name, found, placement, units.place)
-    found = [entry for unit in planned for entry in unit.found]
     made: list[Unit] = []
     handles: list[RemovableHandle] = []
     # Overrides an enclosing `with torch.device("meta")`.
-    with meta_device, materialized(found, modules, meta_device) as blanks:
-        values = plan_values(source, name, planned, modules, blanks, units.init_seed)
-        for each, new_values in zip(planned, values.units, strict=True):
-            unit = units.add(each.layout, each.found, modules, new_values, mp_policy)
-            handles += hook_modules(unit, units.passes)
-            unit.gather_for_reader = functools.partial(gather_for_reader, units.passes)
-            unit.settings.reshard_after_forward = reshard_after_forward
-            made.append(unit)
-        if not planned:
-            values.initialize_buffers()
+    with meta_device, divided(modules, ignored_params) as divided_parameters:
+        found = collect_parameters(modules, prefixes, ignored_params)
+        guards.check_parameters([(entry.names[0], entry.parameter) for entry in found], meta_device)
+        planned = plan_units(name, found, placement, units.place)
+        found = [entry for unit in planned for entry in unit.found]
+        with materialized(found, modules, meta_device) as blanks:
+            values = plan_values(source, name, planned, modules, blanks, units.init_seed)
+            for each, new_values in zip(planned, values.units, strict=True):
+                unit = units.add(each.layout, each.found, modules, new_values, mp_policy)
+                handles += hook_modules(unit, units.passes)
+                unit.gather_for_reader = functools.partial(gather_for_reader, units.passes)
+                unit.settings.reshard_after_forward = reshard_after_forward
+                made.append(unit)
+            if not planned:
+                values.initialize_buffers()
     if strategy is not None:
         for unit in made:
             units.set_strategy(unit, strategy, replica)
@@ -191,6 +192,7 @@ def shard_modules(
     for module in modules:
         own = [*handles, *guards.guard_state_dict(module)]
         make_sharded(module, Sharding(units, tuple(made), mp_policy, [handle.remove for handle in own]))
+    sharding_of(modules[0]).undo.extend(parts.merge for parts in divided_parameters)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

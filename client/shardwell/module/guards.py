@@ -9,9 +9,10 @@ from typing import NoReturn
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from shardwell.module.mixed_precision import local_part
+from shardwell.module.parameters import has_parts
 from shardwell.module.unit import Unit
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import PARAMETER_ITEM_SIZES
@@ -140,12 +141,11 @@ def check_parameters(named_parameters: Sequence[tuple[str, nn.Parameter]], meta_
                 f"parameter {name!r} is an inference or sparse tensor: replace it by an ordinary parameter before "
                 "fully_shard"
             )
-        if is_traceable_wrapper_subclass(parameter) and not hasattr(parameter, "placements"):
+        if has_parts(local_part(parameter)):
             raise UsageError(
-                f"parameter {name!r} is a {type(parameter).__name__}, whose values are in several tensors: freeze it, "
-                "and call torch._functorch._aot_autograd.subclass_parametrization.unwrap_tensor_subclass_parameters("
-                "model) before fully_shard, which makes them parameters of their own; or pass it to fully_shard as one "
-                "of ignored_params, which keeps it in this trainer",
+                f"parameter {name!r} is a {type(parameter).__name__}, whose values are in several tensors. It must be "
+                "frozen (requires_grad_(False)), on a device other than meta, and not split by tensor parallelism. Or "
+                "pass it to fully_shard as one of ignored_params, which keeps it in this trainer",
                 parameter=name,
             )
         if parameter.requires_grad and str(parameter.dtype).removeprefix("torch.") not in PARAMETER_ITEM_SIZES:

@@ -20,7 +20,8 @@ import itertools
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwell.module.mixed_precision import is_split, local_box, local_part, set_dtype
 from shardwell_wire.encoding.chunk_streams import memory_at
@@ -54,6 +56,68 @@ class Site:
     name: str
 
 
+def has_parts(tensor: torch.Tensor) -> bool:
+    """True for a tensor subclass that consists of several tensors, other than a ``DTensor``."""
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements")
+
+
+class TensorParts(nn.Module):
+    """The tensors inside a frozen parameter of a tensor subclass, such as a quantized weight, as parameters.
+
+    Has the name of the parameter in its module: ``weight`` becomes ``weight.qdata`` and ``weight.scale``. The module has
+    the parameter itself as an attribute. Its inner tensors are the parameters here, which are gathered and freed.
+    """
+
+    def __init__(self, whole: Any, root: TensorParts | None = None) -> None:
+        super().__init__()
+        vars(self).update(whole=whole, root=root or self)
+        self.sites: list[Site] = []
+        """Where modules hold the parameter. Empty for a subclass inside another one."""
+        for name in whole.__tensor_flatten__()[0]:
+            inner = getattr(whole, name)
+            if is_traceable_wrapper_subclass(inner):
+                self._modules[name] = TensorParts(inner, self.root)
+            else:
+                self._parameters[name] = nn.Parameter(inner, requires_grad=False)
+                setattr(whole, name, self._parameters[name])
+
+    def replace(self, site: Site) -> None:
+        """Takes the place of the parameter in a module."""
+        site.module._parameters[site.name] = None
+        site.module._modules[site.name], vars(site.module)[site.name] = self, self.whole
+        self.sites.append(site)
+
+    def merge(self) -> None:
+        """Gives the modules an ordinary parameter again."""
+        for site in self.sites:
+            del site.module._modules[site.name], vars(site.module)[site.name]
+            site.module._parameters[site.name] = self.whole
+        for part in self.modules():
+            for name, inner in part._parameters.items():
+                setattr(part.whole, name, inner.data)
+
+
+@contextmanager
+def divided(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Iterator[list[TensorParts]]:
+    """Replaces frozen parameters that consist of several tensors by ``TensorParts``, unless the block raises."""
+    found: dict[int, TensorParts] = {}
+    ignored_ids = {id(parameter) for parameter in ignored}
+    try:
+        for part in {part: None for module in modules for part in module.modules()}:
+            for name, each in part._parameters.items():
+                if each is None or id(each) in ignored_ids or each.requires_grad or each.is_meta or is_sharded(each):
+                    continue
+                if has_parts(each):
+                    if id(each) not in found:
+                        found[id(each)] = TensorParts(each)
+                    found[id(each)].replace(Site(part, name))
+        yield [*found.values()]
+    except BaseException:
+        for parts in found.values():
+            parts.merge()
+        raise
+
+
 @dataclass(slots=True)
 class FoundParameter:
     """A parameter with all its names and all sites that hold it."""
@@ -69,7 +133,8 @@ class FoundParameter:
         frozen, whole, offsets = not self.parameter.requires_grad, tuple[int, ...](), tuple[int, ...]()
         if is_split(self.parameter):
             whole, offsets = tuple(self.parameter.shape), local_box(self.parameter).offsets
-        return Parameter(name, shape, dtype, aliases, whole, offsets, frozen)
+        exact = isinstance(self.sites[0].module, TensorParts)
+        return Parameter(name, shape, dtype, aliases, whole, offsets, frozen, exact=exact)
 
 
 class UnitParameters:
@@ -91,6 +156,14 @@ class UnitParameters:
             for index, entry in enumerate(found)
             for site in entry.sites
         ]
+        self.wholes: dict[int, tuple[int, TensorParts]] = {}
+        """The parameters that consist of parameters here, with the index of one of them, by id."""
+        for index, entry in enumerate(found):
+            if isinstance(part := entry.sites[0].module, TensorParts) and id(part.root.whole) not in self.wholes:
+                whole = part.root.whole
+                self.wholes[id(whole)] = index, part.root
+                self._classes.append((whole, type(whole), freed_class(type(whole))))
+                self._holders += [(vars(site.module), site.name, whole, index) for site in part.root.sites]
         self._addresses: list[int] = []
         """Address of each parameter since its counter is valid."""
         self._tensors = tuple({id(tensor): tensor for tensor in [*parameters, *self._locals]}.values())
@@ -432,7 +505,7 @@ def _owner(parameter: torch.Tensor) -> ParameterOwner:
 def _with_stored_dtype(parameter: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the parameter's shape and the dtype of the servers."""
     dtype = _owner(parameter).stored_dtype
-    if parameter.dtype == dtype:
+    if parameter.dtype == dtype or has_parts(parameter):
         return parameter
     return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 

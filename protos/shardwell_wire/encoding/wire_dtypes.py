@@ -108,8 +108,8 @@ def check_gather_dtype(wire_dtype: int) -> None:
 def applied(wire_dtype: WireDtype, parameter: Parameter) -> WireDtype:
     """Returns the encoding of a parameter: ``wire_dtype`` where it is lossy and pays, ``AS_STORED`` otherwise.
 
-    Only float32 parameters are encoded, and with a low rank only matrices whose factors have at most half the bytes of
-    their values.
+    Only float32 parameters that are not ``exact`` are encoded, and with a low rank only matrices whose factors have at
+    most half the bytes of their values.
 
     Args:
         wire_dtype: The requested wire dtype.
@@ -119,7 +119,7 @@ def applied(wire_dtype: WireDtype, parameter: Parameter) -> WireDtype:
     """
     if wire_dtype not in _KNOWN:
         raise ValueError(f"wire dtype {wire_dtype}: expected one of {', '.join(common_pb2.WireDtype.keys())}")
-    if parameter.dtype != "float32":
+    if parameter.dtype != "float32" or parameter.exact:
         return AS_STORED
     if wire_dtype in LOW_RANK:
         is_matrix = len(parameter.shape) > 1 and parameter.numel > 0

@@ -232,11 +232,13 @@ class Parameter:
     """True if the trainer that declares the parameter does not train it. Its initial values may be NaN or infinite."""
     model_names: tuple[str, ...] = field(default=(), compare=False)
     """Names in the model, the first one first. Empty: not known, or ``name`` and ``aliases``. See ``shown_names``."""
+    exact: bool = False
+    """True: the values are neither trained nor cast to another dtype."""
 
     @property
     def is_trainable(self) -> bool:
-        """True if the dtype is one that optimizers update."""
-        return self.dtype in PARAMETER_ITEM_SIZES
+        """True if optimizers may update the parameter."""
+        return self.dtype in PARAMETER_ITEM_SIZES and not self.exact
 
     @property
     def is_part(self) -> bool:
@@ -526,6 +528,7 @@ class UnitLayout:
                     whole_shape=p.whole_shape,
                     offsets=p.offsets,
                     model_names=p.model_names,
+                    exact=p.exact,
                 )
                 for p in self.parameters
             ],
@@ -548,6 +551,7 @@ class UnitLayout:
                 tuple(p.whole_shape),
                 tuple(p.offsets),
                 model_names=tuple(p.model_names),
+                exact=p.exact,
             )
             for p in spec.parameters
         )

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshardwell_wire/v1/common.proto\x12\x11shardwell_wire.v1\"_\n\x05World\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02tp\x18\x02 \x01(\r\x12\n\n\x02pp\x18\x03 \x01(\r\x12&\n\x05order\x18\x04 \x03(\x0e\x32\x17.shardwell_wire.v1.Axis\x12\n\n\x02\x63p\x18\x05 \x01(\r\"f\n\x0b\x43oordinates\x12\x13\n\x0bglobal_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x05 \x01(\r\"s\n\x0eRequestContext\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x13\n\x0blease_proof\x18\x06 \x01(\x0c\"\xa1\x01\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.shardwell_wire.v1.Dtype\x12\x0f\n\x07\x61liases\x18\x04 \x03(\t\x12\x13\n\x0bwhole_shape\x18\x05 \x03(\x04\x12\x0f\n\x07offsets\x18\x06 \x03(\x04\x12\x13\n\x0bmodel_names\x18\x07 \x03(\t\"\xd9\x01\n\x08UnitSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\nparameters\x18\x02 \x03(\x0b\x32 .shardwell_wire.v1.ParameterSpec\x12/\n\tplacement\x18\x03 \x01(\x0e\x32\x1c.shardwell_wire.v1.Placement\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.shardwell_wire.v1.UnitKind\x12\x0f\n\x07tp_rank\x18\x05 \x01(\r\x12\x10\n\x08pp_ranks\x18\x06 \x03(\r\x12\n\n\x02\x63p\x18\x07 \x01(\r\"n\n\nShardRange\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bstart_bytes\x18\x03 \x01(\x04\x12\x12\n\nstop_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"R\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x0b\n\t_checksum\"\xac\x01\n\x0eParameterGroup\x12O\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32\x36.shardwell_wire.v1.ParameterGroup.HyperparametersEntry\x12\x11\n\talgorithm\x18\x02 \x01(\t\x1a\x36\n\x14HyperparametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\nUnitGroups\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x15\n\rgroup_indices\x18\x02 \x03(\x11\"\x91\x02\n\rOptimizerStep\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x31\n\x06groups\x18\x02 \x03(\x0b\x32!.shardwell_wire.v1.ParameterGroup\x12,\n\x05units\x18\x03 \x03(\x0b\x32\x1d.shardwell_wire.v1.UnitGroups\x12\x17\n\x0fskip_non_finite\x18\x04 \x01(\x08\x12\x16\n\tema_decay\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nclip_value\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\ngeneration\x18\x07 \x01(\r\x12\x11\n\tnew_state\x18\x08 \x01(\x08\x42\x0c\n\n_ema_decayB\r\n\x0b_clip_value\"U\n\tUnitParts\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x12\n\npart_count\x18\x02 \x01(\r\x12\x0f\n\x07pp_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x04 \x01(\r\";\n\x08\x43\x61llPort\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x11\n\tgrpc_port\x18\x02 \x01(\r\x12\x0e\n\x06secret\x18\x03 \x01(\x0c*\x96\x03\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT64\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT16\x10\x04\x12\x0f\n\x0b\x44TYPE_INT64\x10\x05\x12\x0f\n\x0b\x44TYPE_INT32\x10\x06\x12\x0f\n\x0b\x44TYPE_INT16\x10\x07\x12\x0e\n\nDTYPE_INT8\x10\x08\x12\x0f\n\x0b\x44TYPE_UINT8\x10\t\x12\x0e\n\nDTYPE_BOOL\x10\n\x12\x13\n\x0f\x44TYPE_COMPLEX64\x10\x0b\x12\x14\n\x10\x44TYPE_COMPLEX128\x10\x0c\x12\x10\n\x0c\x44TYPE_UINT64\x10\r\x12\x10\n\x0c\x44TYPE_UINT32\x10\x0e\x12\x10\n\x0c\x44TYPE_UINT16\x10\x0f\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x10\x12\x15\n\x11\x44TYPE_FLOAT8_E5M2\x10\x11\x12\x19\n\x15\x44TYPE_FLOAT8_E4M3FNUZ\x10\x12\x12\x19\n\x15\x44TYPE_FLOAT8_E5M2FNUZ\x10\x13*\x97\x02\n\tWireDtype\x12\x1a\n\x16WIRE_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_DTYPE_BFLOAT16\x10\x01\x12\x16\n\x12WIRE_DTYPE_FLOAT16\x10\x02\x12\x13\n\x0fWIRE_DTYPE_INT8\x10\x03\x12\x15\n\x11WIRE_DTYPE_FLOAT8\x10\x04\x12\x1e\n\x1aWIRE_DTYPE_TOP_K_1_PERCENT\x10\x05\x12\x1f\n\x1bWIRE_DTYPE_TOP_K_10_PERCENT\x10\x06\x12\x19\n\x15WIRE_DTYPE_LOW_RANK_1\x10\x07\x12\x19\n\x15WIRE_DTYPE_LOW_RANK_4\x10\x08\x12\x1a\n\x16WIRE_DTYPE_LOW_RANK_16\x10\t*{\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_KIND_GRPC\x10\x01\x12\x19\n\x15TRANSPORT_KIND_SOCKET\x10\x02\x12\x16\n\x12TRANSPORT_KIND_SHM\x10\x03*<\n\tPlacement\x12\x19\n\x15PLACEMENT_UNSPECIFIED\x10\x00\x12\x14\n\x10PLACEMENT_TENSOR\x10\x01*a\n\x04\x41xis\x12\x14\n\x10\x41XIS_UNSPECIFIED\x10\x00\x12\r\n\tAXIS_DATA\x10\x01\x12\x0f\n\x0b\x41XIS_TENSOR\x10\x02\x12\x11\n\rAXIS_PIPELINE\x10\x03\x12\x10\n\x0c\x41XIS_CONTEXT\x10\x04*<\n\x08UnitKind\x12\x19\n\x15UNIT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11UNIT_KIND_BUFFERS\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshardwell_wire/v1/common.proto\x12\x11shardwell_wire.v1\"_\n\x05World\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02tp\x18\x02 \x01(\r\x12\n\n\x02pp\x18\x03 \x01(\r\x12&\n\x05order\x18\x04 \x03(\x0e\x32\x17.shardwell_wire.v1.Axis\x12\n\n\x02\x63p\x18\x05 \x01(\r\"f\n\x0b\x43oordinates\x12\x13\n\x0bglobal_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x0f\n\x07tp_rank\x18\x03 \x01(\r\x12\x0f\n\x07pp_rank\x18\x04 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x05 \x01(\r\"s\n\x0eRequestContext\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x13\n\x0blease_proof\x18\x06 \x01(\x0c\"\xb0\x01\n\rParameterSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.shardwell_wire.v1.Dtype\x12\x0f\n\x07\x61liases\x18\x04 \x03(\t\x12\x13\n\x0bwhole_shape\x18\x05 \x03(\x04\x12\x0f\n\x07offsets\x18\x06 \x03(\x04\x12\x13\n\x0bmodel_names\x18\x07 \x03(\t\x12\r\n\x05\x65xact\x18\x08 \x01(\x08\"\xd9\x01\n\x08UnitSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\nparameters\x18\x02 \x03(\x0b\x32 .shardwell_wire.v1.ParameterSpec\x12/\n\tplacement\x18\x03 \x01(\x0e\x32\x1c.shardwell_wire.v1.Placement\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.shardwell_wire.v1.UnitKind\x12\x0f\n\x07tp_rank\x18\x05 \x01(\r\x12\x10\n\x08pp_ranks\x18\x06 \x03(\r\x12\n\n\x02\x63p\x18\x07 \x01(\r\"n\n\nShardRange\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bstart_bytes\x18\x03 \x01(\x04\x12\x12\n\nstop_bytes\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\t\"R\n\x05\x43hunk\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\x42\x0b\n\t_checksum\"\xac\x01\n\x0eParameterGroup\x12O\n\x0fhyperparameters\x18\x01 \x03(\x0b\x32\x36.shardwell_wire.v1.ParameterGroup.HyperparametersEntry\x12\x11\n\talgorithm\x18\x02 \x01(\t\x1a\x36\n\x14HyperparametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"7\n\nUnitGroups\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x15\n\rgroup_indices\x18\x02 \x03(\x11\"\x91\x02\n\rOptimizerStep\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x31\n\x06groups\x18\x02 \x03(\x0b\x32!.shardwell_wire.v1.ParameterGroup\x12,\n\x05units\x18\x03 \x03(\x0b\x32\x1d.shardwell_wire.v1.UnitGroups\x12\x17\n\x0fskip_non_finite\x18\x04 \x01(\x08\x12\x16\n\tema_decay\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\nclip_value\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\ngeneration\x18\x07 \x01(\r\x12\x11\n\tnew_state\x18\x08 \x01(\x08\x42\x0c\n\n_ema_decayB\r\n\x0b_clip_value\"U\n\tUnitParts\x12\x12\n\nunit_index\x18\x01 \x01(\r\x12\x12\n\npart_count\x18\x02 \x01(\r\x12\x0f\n\x07pp_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x63p_rank\x18\x04 \x01(\r\";\n\x08\x43\x61llPort\x12\x0c\n\x04port\x18\x01 \x01(\r\x12\x11\n\tgrpc_port\x18\x02 \x01(\r\x12\x0e\n\x06secret\x18\x03 \x01(\x0c*\x96\x03\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x11\n\rDTYPE_FLOAT64\x10\x02\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x03\x12\x11\n\rDTYPE_FLOAT16\x10\x04\x12\x0f\n\x0b\x44TYPE_INT64\x10\x05\x12\x0f\n\x0b\x44TYPE_INT32\x10\x06\x12\x0f\n\x0b\x44TYPE_INT16\x10\x07\x12\x0e\n\nDTYPE_INT8\x10\x08\x12\x0f\n\x0b\x44TYPE_UINT8\x10\t\x12\x0e\n\nDTYPE_BOOL\x10\n\x12\x13\n\x0f\x44TYPE_COMPLEX64\x10\x0b\x12\x14\n\x10\x44TYPE_COMPLEX128\x10\x0c\x12\x10\n\x0c\x44TYPE_UINT64\x10\r\x12\x10\n\x0c\x44TYPE_UINT32\x10\x0e\x12\x10\n\x0c\x44TYPE_UINT16\x10\x0f\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x10\x12\x15\n\x11\x44TYPE_FLOAT8_E5M2\x10\x11\x12\x19\n\x15\x44TYPE_FLOAT8_E4M3FNUZ\x10\x12\x12\x19\n\x15\x44TYPE_FLOAT8_E5M2FNUZ\x10\x13*\x97\x02\n\tWireDtype\x12\x1a\n\x16WIRE_DTYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13WIRE_DTYPE_BFLOAT16\x10\x01\x12\x16\n\x12WIRE_DTYPE_FLOAT16\x10\x02\x12\x13\n\x0fWIRE_DTYPE_INT8\x10\x03\x12\x15\n\x11WIRE_DTYPE_FLOAT8\x10\x04\x12\x1e\n\x1aWIRE_DTYPE_TOP_K_1_PERCENT\x10\x05\x12\x1f\n\x1bWIRE_DTYPE_TOP_K_10_PERCENT\x10\x06\x12\x19\n\x15WIRE_DTYPE_LOW_RANK_1\x10\x07\x12\x19\n\x15WIRE_DTYPE_LOW_RANK_4\x10\x08\x12\x1a\n\x16WIRE_DTYPE_LOW_RANK_16\x10\t*{\n\rTransportKind\x12\x1e\n\x1aTRANSPORT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13TRANSPORT_KIND_GRPC\x10\x01\x12\x19\n\x15TRANSPORT_KIND_SOCKET\x10\x02\x12\x16\n\x12TRANSPORT_KIND_SHM\x10\x03*<\n\tPlacement\x12\x19\n\x15PLACEMENT_UNSPECIFIED\x10\x00\x12\x14\n\x10PLACEMENT_TENSOR\x10\x01*a\n\x04\x41xis\x12\x14\n\x10\x41XIS_UNSPECIFIED\x10\x00\x12\r\n\tAXIS_DATA\x10\x01\x12\x0f\n\x0b\x41XIS_TENSOR\x10\x02\x12\x11\n\rAXIS_PIPELINE\x10\x03\x12\x10\n\x0c\x41XIS_CONTEXT\x10\x04*<\n\x08UnitKind\x12\x19\n\x15UNIT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11UNIT_KIND_BUFFERS\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -23,18 +23,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._loaded_options = None
   _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=1608
-  _globals['_DTYPE']._serialized_end=2014
-  _globals['_WIREDTYPE']._serialized_start=2017
-  _globals['_WIREDTYPE']._serialized_end=2296
-  _globals['_TRANSPORTKIND']._serialized_start=2298
-  _globals['_TRANSPORTKIND']._serialized_end=2421
-  _globals['_PLACEMENT']._serialized_start=2423
-  _globals['_PLACEMENT']._serialized_end=2483
-  _globals['_AXIS']._serialized_start=2485
-  _globals['_AXIS']._serialized_end=2582
-  _globals['_UNITKIND']._serialized_start=2584
-  _globals['_UNITKIND']._serialized_end=2644
+  _globals['_DTYPE']._serialized_start=1623
+  _globals['_DTYPE']._serialized_end=2029
+  _globals['_WIREDTYPE']._serialized_start=2032
+  _globals['_WIREDTYPE']._serialized_end=2311
+  _globals['_TRANSPORTKIND']._serialized_start=2313
+  _globals['_TRANSPORTKIND']._serialized_end=2436
+  _globals['_PLACEMENT']._serialized_start=2438
+  _globals['_PLACEMENT']._serialized_end=2498
+  _globals['_AXIS']._serialized_start=2500
+  _globals['_AXIS']._serialized_end=2597
+  _globals['_UNITKIND']._serialized_start=2599
+  _globals['_UNITKIND']._serialized_end=2659
   _globals['_WORLD']._serialized_start=53
   _globals['_WORLD']._serialized_end=148
   _globals['_COORDINATES']._serialized_start=150
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTCONTEXT']._serialized_start=254
   _globals['_REQUESTCONTEXT']._serialized_end=369
   _globals['_PARAMETERSPEC']._serialized_start=372
-  _globals['_PARAMETERSPEC']._serialized_end=533
-  _globals['_UNITSPEC']._serialized_start=536
-  _globals['_UNITSPEC']._serialized_end=753
-  _globals['_SHARDRANGE']._serialized_start=755
-  _globals['_SHARDRANGE']._serialized_end=865
-  _globals['_CHUNK']._serialized_start=867
-  _globals['_CHUNK']._serialized_end=949
-  _globals['_PARAMETERGROUP']._serialized_start=952
-  _globals['_PARAMETERGROUP']._serialized_end=1124
-  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_start=1070
-  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_end=1124
-  _globals['_UNITGROUPS']._serialized_start=1126
-  _globals['_UNITGROUPS']._serialized_end=1181
-  _globals['_OPTIMIZERSTEP']._serialized_start=1184
-  _globals['_OPTIMIZERSTEP']._serialized_end=1457
-  _globals['_UNITPARTS']._serialized_start=1459
-  _globals['_UNITPARTS']._serialized_end=1544
-  _globals['_CALLPORT']._serialized_start=1546
-  _globals['_CALLPORT']._serialized_end=1605
+  _globals['_PARAMETERSPEC']._serialized_end=548
+  _globals['_UNITSPEC']._serialized_start=551
+  _globals['_UNITSPEC']._serialized_end=768
+  _globals['_SHARDRANGE']._serialized_start=770
+  _globals['_SHARDRANGE']._serialized_end=880
+  _globals['_CHUNK']._serialized_start=882
+  _globals['_CHUNK']._serialized_end=964
+  _globals['_PARAMETERGROUP']._serialized_start=967
+  _globals['_PARAMETERGROUP']._serialized_end=1139
+  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_start=1085
+  _globals['_PARAMETERGROUP_HYPERPARAMETERSENTRY']._serialized_end=1139
+  _globals['_UNITGROUPS']._serialized_start=1141
+  _globals['_UNITGROUPS']._serialized_end=1196
+  _globals['_OPTIMIZERSTEP']._serialized_start=1199
+  _globals['_OPTIMIZERSTEP']._serialized_end=1472
+  _globals['_UNITPARTS']._serialized_start=1474
+  _globals['_UNITPARTS']._serialized_end=1559
+  _globals['_CALLPORT']._serialized_start=1561
+  _globals['_CALLPORT']._serialized_end=1620
 # @@protoc_insertion_point(module_scope)

@@ -424,10 +424,15 @@ class ParameterSpec(google.protobuf.message.Message):
     WHOLE_SHAPE_FIELD_NUMBER: builtins.int
     OFFSETS_FIELD_NUMBER: builtins.int
     MODEL_NAMES_FIELD_NUMBER: builtins.int
+    EXACT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Fully qualified name, unique in the run. All parts of a parameter have the same name."""
     dtype: global___Dtype.ValueType
     """Parameters need a floating-point type."""
+    exact: builtins.bool
+    """True: the values travel as they are stored, whatever the wire dtype is, and no optimizer updates them. For tensors
+    inside a frozen parameter of a tensor subclass.
+    """
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Size of each dim, for a part those of the part. Empty: a scalar. A size of 0: no elements."""
@@ -462,8 +467,9 @@ class ParameterSpec(google.protobuf.message.Message):
         whole_shape: collections.abc.Iterable[builtins.int] | None = ...,
         offsets: collections.abc.Iterable[builtins.int] | None = ...,
         model_names: collections.abc.Iterable[builtins.str] | None = ...,
+        exact: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "model_names", b"model_names", "name", b"name", "offsets", b"offsets", "shape", b"shape", "whole_shape", b"whole_shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "dtype", b"dtype", "exact", b"exact", "model_names", b"model_names", "name", b"name", "offsets", b"offsets", "shape", b"shape", "whole_shape", b"whole_shape"]) -> None: ...
 
 global___ParameterSpec = ParameterSpec
 
