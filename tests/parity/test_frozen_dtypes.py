@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
-from torch.nn.utils.parametrize import remove_parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwell
-from shardwell import UsageError
+from shardwell import FreedParameterError, UsageError
 from shardwell.wrapping.auto_wrap import auto_wrap, unwrap
 from shardwell_wire.errors import NonFiniteError
 from shardwell_wire.model.layout import ITEM_SIZES
@@ -26,8 +24,56 @@ from tests.support.module_parity import Pair, Sharded, wrap_children, wrap_whole
 DTYPES = [getattr(torch, name) for name in ITEM_SIZES if name != "complex128"]  # which safetensors files do not support
 
 
+class Scaled(torch.Tensor):
+    """A tensor of codes and a scale, as those of torchao."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].codes), func(args[0].scale))
+        return func(*(each.codes * each.scale if isinstance(each, Scaled) else each for each in args), **(kwargs or {}))
+
+
+class Nested(Scaled):
+    """Codes that are a tensor subclass themselves, as in earlier versions of torchao."""
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        super().__init__()
+        self.codes = codes if isinstance(codes, Scaled) else Scaled(codes, torch.ones(7, 1))
+
+
+def _scaled(kind: type[Scaled] = Scaled) -> nn.Parameter:
+    torch.manual_seed(1)
+    return nn.Parameter(kind(torch.arange(49, dtype=torch.int8).view(7, 7), torch.rand(7, 1)), requires_grad=False)
+
+
+def _flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a state dict, with the parts of a ``Scaled`` apart."""
+    flat = {}
+    for name, value in state.items():
+        parts = {"codes": value.codes, "scale": value.scale} if isinstance(value, Scaled) else {}
+        flat |= _flat({f"{name}.{part}": each for part, each in parts.items()}) if parts else {name: value}
+    return flat
+
+
 class Quantized(nn.Module):
-    """A trained layer beside frozen codes of every dtype, and a mask."""
+    """A trained layer beside frozen codes of every dtype, a mask, and a tensor of codes and a scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +83,13 @@ class Quantized(nn.Module):
             values = torch.arange(35).view(5, 7) % (2 if dtype is torch.bool else 30)
             self.codes.append(nn.Parameter(values.to(dtype), requires_grad=False))
         self.mask = nn.Parameter(torch.full((7, 7), -math.inf).triu(1), requires_grad=False)
+        self.scaled = _scaled()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
         for code in self.codes:
             x = x + (code.real if code.is_complex() else code).float().mean(0)
-        return x @ self.mask.softmax(-1)
+        return x @ self.scaled.to(x.dtype) @ self.mask.softmax(-1)
 
 
 def _model() -> Quantized:
@@ -66,7 +113,7 @@ def test_frozen_values_keep_their_bytes(
     cluster: shardwell.LocalCluster, tmp_path: Path, transports: Any, gather_dtype: Any
 ) -> None:
     model, name = _model(), f"frozen-{uuid.uuid4().hex[:8]}"
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = {key: value.clone() for key, value in _flat(model.state_dict()).items()}
     transfers = shardwell.TransferOptions(transports=transports, gather_dtype=gather_dtype)
     folder = str(tmp_path / "checkpoints")
     with shardwell.join(cluster.address, run=name, transfers=transfers, checkpoint_dir=folder) as session:
@@ -85,10 +132,10 @@ def test_frozen_values_keep_their_bytes(
         saved = session.save_checkpoint(wait=True)
         reader = shardwell.attach(cluster.address, run=name)
         copy = _model()
-        for parameter in copy.parameters():
-            parameter.data.view(torch.uint8).zero_()
+        for tensor in _flat(copy.state_dict()).values():
+            tensor.view(torch.uint8).zero_()
         reader.follow(copy)
-        states += [copy.state_dict(), load_file(tmp_path / "saved" / "model.safetensors")]
+        states += [_flat(copy.state_dict()), load_file(tmp_path / "saved" / "model.safetensors")]
         reader.close()
     other = _model()
     with shardwell.join(cluster.address, run=f"{name}-2", resume=saved) as session:
@@ -106,6 +153,7 @@ def test_mixed_precision_casts_only_what_is_trained() -> None:
     module: Any = sharded.model
     module.unshard()
     assert module.linear.weight.dtype is module.mask.dtype is torch.bfloat16
+    assert torch.equal(module.scaled.scale, _scaled().scale)
     assert [code.dtype for code in module.codes if code.dtype not in (torch.float32, torch.bfloat16)] == [
         dtype for dtype in DTYPES if str(dtype)[6:] not in ("float32", "float64", "float16", "bfloat16")
     ]
@@ -121,7 +169,7 @@ def test_training_with_frozen_codes_is_that_of_a_plain_model() -> None:
         pair.backward(_loss, number)
         pair.step()
     got = pair.sharded.state()
-    assert all(_same_bytes(value, got[key]) for key, value in pair.plain.state_dict().items())
+    assert all(_same_bytes(value, got[key]) for key, value in _flat(pair.plain.state_dict()).items())
 
 
 def test_trained_parameter_of_another_dtype_is_refused() -> None:
@@ -189,56 +237,28 @@ def test_parameters_that_cannot_be_stored_may_be_ignored() -> None:
     assert torch.equal(ignoring.model(torch.eye(3)), expected)
 
     model = CodedLayer()
-    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)), requires_grad=False)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
     model.weight.scale = torch.tensor(0.5)
-    with pytest.raises(UsageError, match=r"'CodedLayer-0.weight' is a TwoTensor.*ignored_params"):
+    with pytest.raises(UsageError, match=r"'CodedLayer-0.weight' is a TwoTensor.*must be frozen.*ignored_params"):
         Sharded(model, wrap_whole)
     Sharded(model, lambda model, session: shardwell.fully_shard(model, session, ignored_params=[model.weight]))
 
 
-class Scaled(torch.Tensor):
-    """A tensor of codes and a scale, as those of torchao."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Scaled:
-        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
-        made.codes, made.scale = codes, scale
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
-        return Scaled(parts["codes"], parts["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return Scaled(args[0].codes, args[0].scale)
-        return func(*(each.codes * each.scale if isinstance(each, Scaled) else each for each in args), **(kwargs or {}))
-
-
-def _scaled_layers() -> Any:
-    """Returns a trained layer before a layer with a frozen weight of two tensors."""
+def _scaled_layers(kind: type[Scaled] = Scaled) -> Any:
+    """Returns a trained layer before two layers with the same frozen weight, whose values are in several tensors."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7, bias=False))
-    codes = torch.arange(49, dtype=torch.int8).view(7, 7)
-    model[1].weight = nn.Parameter(Scaled(codes, torch.rand(7, 1)), requires_grad=False)
+    model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(*(nn.Linear(7, 7, bias=False) for _ in range(2))))
+    model[1][0].weight = model[1][1].weight = _scaled(kind)
     return model
 
 
-def test_parts_of_a_tensor_subclass_are_sharded_as_its_error_advises() -> None:
-    plain, model = _scaled_layers(), _scaled_layers()
-    with pytest.raises(UsageError, match=r"'Sequential-0.1.weight' is a Scaled.*freeze it, and call torch._functorch"):
-        Sharded(model, wrap_whole)
-    unwrap_tensor_subclass_parameters(model)
+@pytest.mark.parametrize("kind", [Scaled, Nested])
+def test_frozen_tensor_subclass_is_gathered_and_freed_with_its_inner_tensors(kind: type[Scaled]) -> None:
+    plain, model = _scaled_layers(kind), _scaled_layers(kind)
+    weight, names = model[1][0].weight, list(model.state_dict())
     sharded = Sharded(model, wrap_children)
     optimizer = fused_adamw(plain[0].parameters())
-    for number in range(2):
+    for number in range(3):
         losses = [_loss(each, number) for each in (plain, model)]
         assert torch.equal(*losses)
         for loss in losses:
@@ -246,8 +266,32 @@ def test_parts_of_a_tensor_subclass_are_sharded_as_its_error_advises() -> None:
         optimizer.step()
         optimizer.zero_grad()
         sharded.step()
-    assert sharded.state()["1.parametrizations.weight.original0"].dtype is torch.int8
+    assert model[1][0].weight is model[1][1].weight is weight
+    assert (weight.dtype, weight.shape) == (torch.float32, (7, 7))
+    codes = "weight.codes_codes" if kind is Nested else "weight.codes"
+    assert sharded.state()[f"1.1.{codes}"].dtype is torch.int8
+    with pytest.raises(FreedParameterError, match="needs the values of parameter 'Sequential-0"):
+        weight + 1
+    with pytest.raises(FreedParameterError, match=codes):
+        weight.codes + 1
     unwrap(model)
-    remove_parametrizations(model[1], "weight")
-    assert isinstance(model[1].weight, Scaled)
+    assert list(model.state_dict()) == names and model.get_parameter("1.0.weight") is model[1][1].weight is weight
+    assert type(weight) is kind and type(weight.scale) is torch.Tensor
     assert torch.equal(_loss(model, 0), _loss(plain, 0))
+
+
+def test_frozen_tensor_subclass_that_is_replaced_is_refused() -> None:
+    model = Sharded(_scaled_layers(), wrap_whole).model
+    model[1][0].weight = nn.Parameter(torch.zeros(7, 7))
+    with pytest.raises(UsageError, match=r"1.0.weight.scale' .* was replaced or removed after fully_shard"):
+        _loss(model, 0)
+
+
+def test_failed_call_leaves_frozen_tensor_subclasses_as_they_were() -> None:
+    model = _scaled_layers()
+    model[1].register_parameter("lazy", nn.UninitializedParameter())
+    names, weight = [name for name, _ in model.named_parameters()], model[1][0].weight
+    with pytest.raises(UsageError, match="lazy"):
+        Sharded(model, wrap_whole)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model[1][0].weight is weight and type(weight.codes) is torch.Tensor

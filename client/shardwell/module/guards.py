@@ -85,36 +85,30 @@ def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter
                 "set_sharding_strategy and the module's other setters change its options; for another run or session "
                 "construct the model again"
             )
-        _refuse_torchs_sharding(module, ignored)
-        _refuse_scripted_parts(module, ignored)
+        _refuse_foreign_parts(module, ignored)
     if not modules or len({id(module) for module in modules}) != len(modules):
         raise UsageError(f"fully_shard needs different modules, got {[type(module).__name__ for module in modules]}")
 
 
-def _refuse_torchs_sharding(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raises for parameters that torch's DDP or FSDP hold. Compares names, so that neither is imported here."""
-    ignored_ids = {id(parameter) for parameter in ignored}
-    for part in module.modules():
-        torchs = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.")}
-        if torchs & _TORCHS_SHARDING and any(id(parameter) not in ignored_ids for parameter in part.parameters()):
-            raise UsageError(
-                f"{type(part).__name__} holds its parameters itself (torch's {', '.join(torchs & _TORCHS_SHARDING)}): "
-                "give fully_shard the module without this wrapper, or pass the parameters as ignored_params"
-            )
-
-
-def _refuse_scripted_parts(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raises for scripted and traced submodules with parameters: their compiled code needs ordinary parameters."""
+def _refuse_foreign_parts(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    """Raises for parts with parameters that are in torch's DDP or FSDP, or scripted or traced."""
     ignored_ids = {id(parameter) for parameter in ignored}
     for name, part in module.named_modules():
-        if not isinstance(part, torch.jit.ScriptModule):
+        # Compares names, so that neither DDP nor FSDP is imported here.
+        torchs = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.")}
+        holds, is_scripted = torchs & _TORCHS_SHARDING, isinstance(part, torch.jit.ScriptModule)
+        if not (holds or is_scripted) or all(id(parameter) in ignored_ids for parameter in part.parameters()):
             continue
-        if any(id(parameter) not in ignored_ids for parameter in part.parameters()):
+        if holds:
             raise UsageError(
-                f"{type(module).__name__} has a scripted or traced submodule {name!r} ({part.original_name}), whose "
-                "compiled code cannot use parameters that are gathered and freed: replace it by the module it was "
-                "made from, or pass its parameters as ignored_params, which keeps them in this trainer"
+                f"{type(part).__name__} holds its parameters itself (torch's {', '.join(holds)}): "
+                "give fully_shard the module without this wrapper, or pass the parameters as ignored_params"
             )
+        raise UsageError(
+            f"{type(module).__name__} has a scripted or traced submodule {name!r} ({part.original_name}), whose "
+            "compiled code cannot use parameters that are gathered and freed: replace it by the module it was "
+            "made from, or pass its parameters as ignored_params, which keeps them in this trainer"
+        )
 
 
 def check_ignored(ignored: Collection[object]) -> None:

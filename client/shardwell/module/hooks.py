@@ -79,7 +79,9 @@ class _Hooks:
         nested = {
             id(part) for other in passes.units.values() if other.modules != unit.modules for part in _parts(other)
         }
-        self._own_parts = [part for part in _parts(unit) if id(part) not in nested and _may_keep_results(part)]
+        self._own_parts = [part for part in _parts(unit) if id(part) not in nested]
+        # Torch's own modules do not keep results as attributes.
+        self._own_parts = [part for part in self._own_parts if not type(part).__module__.startswith("torch.nn.")]
         self._disabled_before = torch.compiler.disable(self.before_forward)  # type: ignore[no-untyped-call]
         self._disabled_after = torch.compiler.disable(self.after_forward)  # type: ignore[no-untyped-call]
         self.before, self.after = self._disabled_before, self._disabled_after
@@ -170,11 +172,6 @@ def _exclude_hooks_from_compilation() -> None:
 
 def _parts(unit: Unit) -> Iterator[nn.Module]:
     return (part for module in unit.modules for part in module.modules())
-
-
-def _may_keep_results(module: nn.Module) -> bool:
-    """True if a module may keep a result as an attribute. Torch's own modules do not."""
-    return not type(module).__module__.startswith("torch.nn.")
 
 
 def keep_attribute(module: nn.Module, name: str) -> Callable[[], None]:

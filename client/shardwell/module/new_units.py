@@ -385,8 +385,9 @@ def plan_values(
         seed: Seed of random values.
     """
     found = [entry for unit in planned for entry in unit.found]
-    filled = _fill_buffers(source, modules) if _is_source(source) else set()
-    blank_buffers = [site for site in blanks.buffers if (id(site.module), site.name) not in filled]
+    buffers = [*_sites(modules, "_buffers")]
+    filled = {site for site, buffer in buffers if source.fill(site, buffer)} if _is_source(source) else set()
+    blank_buffers = [site for site in blanks.buffers if site not in filled]
     holders = dict.fromkeys(site.module for site in blank_buffers)
     function = None
     if _is_source(source):
@@ -429,11 +430,6 @@ def fill_ignored(source: ValueSource | InitFunction | None, modules: Sequence[nn
 
 def _is_source(source: ValueSource | InitFunction | None) -> TypeGuard[ValueSource]:
     return hasattr(source, "unit_values")
-
-
-def _fill_buffers(source: ValueSource, modules: Sequence[nn.Module]) -> set[tuple[int, str]]:
-    """Fills buffers, and returns ``(id of the module, name)`` of each filled buffer."""
-    return {(id(site.module), site.name) for site, buffer in _sites(modules, "_buffers") if source.fill(site, buffer)}
 
 
 def _sites(modules: Sequence[nn.Module], kind: str) -> Iterator[tuple[Site, torch.Tensor]]:

@@ -61,40 +61,39 @@ def has_parts(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements")
 
 
+def inner_tensors(whole: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yields a name for each tensor inside a tensor subclass, and the object and the attribute that hold the tensor."""
+    for name in whole.__tensor_flatten__()[0]:
+        if has_parts(inner := getattr(whole, name)):
+            yield from inner_tensors(inner, f"{prefix}{name}_")
+        else:
+            yield f"{prefix}{name}", whole, name
+
+
 class TensorParts(nn.Module):
     """The tensors inside a frozen parameter of a tensor subclass, such as a quantized weight, as parameters.
 
-    Has the name of the parameter in its module: ``weight`` becomes ``weight.qdata`` and ``weight.scale``. The module has
-    the parameter itself as an attribute. Its inner tensors are the parameters here, which are gathered and freed.
+    Has the name of the parameter in its module: ``weight`` becomes ``weight.qdata`` and ``weight.scale``. The parameter
+    itself is an attribute of the module. Its inner tensors are the parameters here, which are gathered and freed.
     """
 
-    def __init__(self, whole: Any, root: TensorParts | None = None) -> None:
-        super().__init__()
-        vars(self).update(whole=whole, root=root or self)
-        self.sites: list[Site] = []
-        """Where modules hold the parameter. Empty for a subclass inside another one."""
-        for name in whole.__tensor_flatten__()[0]:
-            inner = getattr(whole, name)
-            if is_traceable_wrapper_subclass(inner):
-                self._modules[name] = TensorParts(inner, self.root)
-            else:
-                self._parameters[name] = nn.Parameter(inner, requires_grad=False)
-                setattr(whole, name, self._parameters[name])
+    whole: nn.Parameter
 
-    def replace(self, site: Site) -> None:
-        """Takes the place of the parameter in a module."""
-        site.module._parameters[site.name] = None
-        site.module._modules[site.name], vars(site.module)[site.name] = self, self.whole
-        self.sites.append(site)
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.sites: list[Site] = []
+        vars(self)["whole"] = whole  # not a parameter of this module
+        for part, holder, name in inner_tensors(whole):
+            self._parameters[part] = nn.Parameter(getattr(holder, name), requires_grad=False)
+            setattr(holder, name, self._parameters[part])
 
     def merge(self) -> None:
         """Gives the modules an ordinary parameter again."""
         for site in self.sites:
             del site.module._modules[site.name], vars(site.module)[site.name]
             site.module._parameters[site.name] = self.whole
-        for part in self.modules():
-            for name, inner in part._parameters.items():
-                setattr(part.whole, name, inner.data)
+        for _, holder, name in inner_tensors(self.whole):
+            setattr(holder, name, getattr(holder, name).data)
 
 
 @contextmanager
@@ -110,7 +109,8 @@ def divided(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> 
                 if has_parts(each):
                     if id(each) not in found:
                         found[id(each)] = TensorParts(each)
-                    found[id(each)].replace(Site(part, name))
+                    found[id(each)].sites.append(Site(part, name))
+                    part._parameters[name], part._modules[name], vars(part)[name] = None, found[id(each)], each
         yield [*found.values()]
     except BaseException:
         for parts in found.values():
@@ -156,14 +156,12 @@ class UnitParameters:
             for index, entry in enumerate(found)
             for site in entry.sites
         ]
-        self.wholes: dict[int, tuple[int, TensorParts]] = {}
-        """The parameters that consist of parameters here, with the index of one of them, by id."""
-        for index, entry in enumerate(found):
-            if isinstance(part := entry.sites[0].module, TensorParts) and id(part.root.whole) not in self.wholes:
-                whole = part.root.whole
-                self.wholes[id(whole)] = index, part.root
-                self._classes.append((whole, type(whole), freed_class(type(whole))))
-                self._holders += [(vars(site.module), site.name, whole, index) for site in part.root.sites]
+        holders = enumerate(entry.sites[0].module for entry in found)
+        self.divided = {part: index for index, part in holders if isinstance(part, TensorParts)}
+        """The parameters that consist of parameters of this unit, with the index of one of these."""
+        for parts, index in self.divided.items():
+            self._classes.append((parts.whole, type(parts.whole), freed_class(type(parts.whole))))
+            self._holders += [(vars(site.module), site.name, parts.whole, index) for site in parts.sites]
         self._addresses: list[int] = []
         """Address of each parameter since its counter is valid."""
         self._tensors = tuple({id(tensor): tensor for tensor in [*parameters, *self._locals]}.values())
@@ -313,12 +311,14 @@ _GRAD: Any = torch.Tensor.grad
 _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _GRAD_ACCESS = frozenset([_GET_GRAD, _SET_GRAD, _DELETE_GRAD])
 
+_COMPARED = (torch.Tensor.__eq__, torch.Tensor.__ne__)
+
 _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _READABLE if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name).__set__ for name in _WRITABLE]
     + [getattr(torch.Tensor, name) for name in _METHODS]
     + [getattr(torch, name) for name in (*_FUNCTIONS, *_LIKE) if hasattr(torch, name)]
-    + [torch.Tensor.equal, _DELETE_GRAD, torch.autograd.grad, torch.autograd.backward]
+    + [torch.Tensor.equal, *_COMPARED, _DELETE_GRAD, torch.autograd.grad, torch.autograd.backward]
 )
 """Torch functions that a freed parameter allows, because they neither read nor write values."""
 
@@ -335,6 +335,7 @@ _EQUAL = (torch.equal, torch.Tensor.equal)
 _NEEDS_VALUES_SOMETIMES: dict[Callable[..., Any], Callable[..., bool]] = {
     torch.Tensor.type: lambda parameter, *dtype, **options: bool(dtype or options),
     **dict.fromkeys(_EQUAL, lambda one, other: one is not other),
+    **dict.fromkeys(_COMPARED, lambda one, other: other is not None),
 }
 """For functions that need values for some arguments only: whether they do."""
 
@@ -426,7 +427,8 @@ class FreedParameter(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func not in _NEEDS_NO_VALUES or _needs_values(func, args, kwargs or {}):
+        needs = _NEEDS_VALUES_SOMETIMES.get(func)
+        if func not in _NEEDS_NO_VALUES or (needs is not None and needs(*args, **(kwargs or {}))):
             found = _first_freed([*args, *(kwargs or {}).values()])
             if found is not None and not _writes(func) and _owner(found).gather_for_reader(sys._getframe(1)):
                 return func(*args, **(kwargs or {}))  # the parameter has its ordinary class now
@@ -510,14 +512,11 @@ def _with_stored_dtype(parameter: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _needs_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    needs = _NEEDS_VALUES_SOMETIMES.get(func)
-    return needs is not None and needs(*args, **kwargs)
-
-
 def _raise_freed(func: Callable[..., Any], parameter: torch.Tensor | None) -> NoReturn:
     name, unit = ("?", "?") if parameter is None else (_owner(parameter).name, _owner(parameter).unit_name)
-    function = _function_name(func)
+    function = str(getattr(func, "__name__", func))
+    if function in ("__get__", "__set__"):
+        function = f"Tensor.{getattr(func.__self__, '__name__', 'attribute')}"  # type: ignore[attr-defined]
     initial = "; set initial values before fully_shard, or with its source=" if _writes(func) else ""
     raise FreedParameterError(
         f"{function} needs the values of parameter {name!r}, but its unit {unit!r} is freed. "
@@ -534,12 +533,6 @@ def _first_freed(values: Sequence[Any]) -> FreedParameter | None:
         if isinstance(value, (list, tuple)) and (found := _first_freed(value)) is not None:
             return found
     return None
-
-
-def _function_name(func: Callable[..., Any]) -> str:
-    if getattr(func, "__name__", "") in ("__get__", "__set__"):
-        return f"Tensor.{getattr(func.__self__, '__name__', 'attribute')}"  # type: ignore[attr-defined]
-    return str(getattr(func, "__name__", func))
 
 
 def _writes(func: Callable[..., Any]) -> bool:

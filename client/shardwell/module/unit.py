@@ -131,7 +131,7 @@ class Unit(ResidentUnit):
         self.held.place_all(places)
         for index, parameter in enumerate(self.parameters):
             setattr(parameter, OWNER_ATTRIBUTE, Owner(self, index))
-        for index, parts in self.held.wholes.values():
+        for parts, index in self.held.divided.items():
             setattr(parts.whole, OWNER_ATTRIBUTE, Owner(self, index))
         self._release()
         self._read_in_place(unit_index)

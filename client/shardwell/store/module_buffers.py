@@ -408,7 +408,6 @@ class RunBuffers:
         """The declared buffers. Empty: the model has none."""
         self.find_model_names: Callable[[], Mapping[str, tuple[str, ...]]] = dict
         """Returns the names in the model that differ from those in the run, by the latter. See ``model_names``."""
-        """Their names in the model for messages, where these differ."""
         self._unit_count = 0
         self._changed_in = _versions(state)
         self._version: int | None = None

@@ -263,7 +263,10 @@ class AdaptiveRoute:
             return Choice(DIRECT, f"not each of the {self._order.dp} data ranks had a trainer of its own")
         if unit.layout.size_bytes < SMALL_UNIT_BYTES:
             return Choice(DIRECT, f"smaller than {SMALL_UNIT_BYTES >> 10} KiB")
-        loads = self._loads(_largest_share(unit))
+        owned = Counter[str]()
+        for shard in unit.shards:
+            owned[shard.server.address.rpartition(":")[0]] += shard.size_bytes
+        loads = self._loads(max(owned.values()) / unit.layout.size_bytes)
         route = min(loads, key=lambda name: (round(loads[name], 9), ROUTES.index(name)))
         listed = ", ".join(f"{name} {load:.2f}" for name, load in loads.items())
         return Choice(route, f"copies of the unit on the busiest link: {listed}")
@@ -283,13 +286,6 @@ class AdaptiveRoute:
             leaving = [count * (dp - count + 1) / dp for count in self._per_host.values()]
             loads[ALLREDUCE] = max(*leaving, server_share)
         return loads
-
-
-def _largest_share(unit: RemoteUnit) -> float:
-    owned = Counter[str]()
-    for shard in unit.shards:
-        owned[shard.server.address.rpartition(":")[0]] += shard.size_bytes
-    return max(owned.values()) / unit.layout.size_bytes
 
 
 _CLOSE_LIMIT_S = 5.0

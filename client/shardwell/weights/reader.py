@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwell.find_credentials import find_credentials
+from shardwell.module.parameters import has_parts, inner_tensors
 from shardwell.module.unit import owner_of
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.digest import pinned_digest
@@ -448,7 +449,7 @@ def _separate(first: str, second: str) -> str:
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and persistent buffers by all their names."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue  # extra state, which the run does not store
@@ -456,5 +457,6 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             raise UsageError(f"parameter {name!r} is sharded: pass a plain model, built without fully_shard")
         if is_lazy(tensor) or tensor.is_meta:
             raise UsageError(f"{name!r} has no memory yet: build the model on a device, not on meta or lazily")
-        tensors[name] = tensor
+        parts = inner_tensors(tensor) if has_parts(tensor) else ()
+        tensors |= {f"{name}.{part}": getattr(*held) for part, *held in parts} or {name: tensor}
     return tensors

@@ -375,14 +375,11 @@ def join_state_dicts(parts: Sequence[Mapping[str, TensorSlice | Any]]) -> dict[s
 
 
 def _check_versions(parts: Sequence[Mapping[str, TensorSlice | Any]]) -> None:
-    versions = {value.version: number for number, part in enumerate(parts) for value in _slices(part)}
+    slices = ((n, value) for n, part in enumerate(parts) for value in part.values() if isinstance(value, TensorSlice))
+    versions = {value.version: number for number, value in slices}
     if len(versions) > 1:
         two = " and ".join(f"part {number} of step {version}" for version, number in list(versions.items())[:2])
         raise UsageError(f"the parts belong to different steps: {two}; take all parts in the same step")
-
-
-def _slices(part: Mapping[str, TensorSlice | Any]) -> list[TensorSlice]:
-    return [value for value in part.values() if isinstance(value, TensorSlice)]
 
 
 def _join(name: str, values: Sequence[TensorSlice | Any], num_parts: int) -> Any:

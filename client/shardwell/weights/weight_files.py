@@ -195,11 +195,12 @@ def _match(
         places.update(dict.fromkeys(wanted.sites, tensor))
     elsewhere = vars(model).get(NAMES_IN_MODEL, ())  # a pipeline stage loads its part of the model's checkpoint
     unexpected = [repr(name) for name in stored if name not in used and name not in elsewhere]
+    kinds = (kind.__module__ for part in model.modules() for kind in type(part).__mro__)
     problems = [
         *([f"it lacks {listed(missing)}"] if missing else []),
         *([f"the model lacks {listed(unexpected)} (to skip tensors, let rename return None)"] if unexpected else []),
         *([listed(differing)] if differing else []),
-        *([_CONVERSION] if missing and unexpected and _is_of_transformers(model) else []),
+        *([_CONVERSION] if missing and unexpected and any(name.startswith("transformers.") for name in kinds) else []),
     ]
     return places, problems
 
@@ -210,10 +211,6 @@ _CONVERSION = (
     "shardwell.wrapping.split_experts(model) if it is called here, too, and model.save_pretrained(OTHER, "
     "save_original_format=False)"
 )
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(kind.__module__.startswith("transformers.") for part in model.modules() for kind in type(part).__mro__)
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:

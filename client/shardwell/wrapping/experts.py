@@ -86,7 +86,8 @@ def split_experts(model: Model) -> Model:
         for parent in list(model.modules())
         if not isinstance(parent, SplitExperts)
         for name, module in parent.named_children()
-        if _holds_experts(module)
+        # What Hugging Face's `use_experts_implementation` has decorated.
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and isinstance(_num_experts(module), int)
     ]
     if not found:
         raise UsageError(
@@ -149,11 +150,6 @@ def _gather_ahead(experts: Sequence[nn.Module]) -> int:
     if len(units) != len(experts):  # the experts have no unit each: the unit around them is gathered
         return len(experts)
     return sharding_of(experts[0]).units.passes.gather_ahead(units)
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """True for modules that Hugging Face's ``use_experts_implementation`` has decorated."""
-    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and isinstance(_num_experts(module), int)
 
 
 def _num_experts(module: nn.Module) -> Any:
