@@ -187,6 +187,7 @@ trackers-test: install  ## Run the code of docs/experiment-trackers.md with Tens
 $(ENGINES_INSTALLED): Makefile pyproject.toml
 	@$(PYTHON) -m venv $(ENGINES_VENV)
 	@$(ENGINES_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) $(ENGINES_TOOLS) --editable '.[train]'
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet $(PIP_OPTIONS) --no-deps sglang==0.5.23  # read, not run: needs CUDA
 	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
@@ -43,24 +46,55 @@ NEEDED = {
     "vllm.entrypoints.rl.online.api_router:update_weights": "update_info",
     "vllm.entrypoints.rl.online.api_router:finish_weight_update": "weight_version",
     "vllm.entrypoints.rl.online.api_router:weight_info": "",
+    "sglang.srt.entrypoints.engine:Engine.begin_weight_update": "self",
+    "sglang.srt.entrypoints.engine:Engine.update_weights_from_tensor": "self named_tensors",
+    "sglang.srt.entrypoints.engine:Engine.end_weight_update": "self",
+    "sglang.srt.entrypoints.http_server:update_weights_from_disk": "obj",
+    "sglang.srt.managers.io_struct:UpdateWeightFromDiskReqInput": "model_path weight_version",
+    "sglang.srt.models.llama:LlamaForCausalLM.load_weights": "self weights",
 }
-"""Names by module, and the arguments that are used of each."""
+"""Names by module, and the arguments or fields that are used of each. docs/serving.md uses those of SGLang."""
+
+
+def parameters(path: str) -> list[str]:
+    """Returns the names of the arguments of a function that can be imported."""
+    found = resolve_name(path)
+    return list(inspect.signature(found).parameters) if callable(found) else []
+
+
+def written_parameters(path: str) -> list[str]:
+    """Returns the names of the arguments of a function, or of the fields of a class, from the source of its module."""
+    module, _, names = path.partition(":")
+    package = find_spec(module.partition(".")[0])
+    assert package is not None and package.origin is not None
+    file = Path(package.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    found: ast.AST = ast.parse(file.read_text())
+    for name in names.split("."):
+        inside = {getattr(node, "name", ""): node for node in ast.iter_child_nodes(found)}
+        if name not in inside:
+            raise AttributeError(f"{file} has no {name}")
+        found = inside[name]
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+    return [
+        node.target.id for node in ast.walk(found) if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")
+    ]
 
 
 def moved(path: str, arguments: str) -> str:
     """Returns a sentence that says what has moved, or nothing."""
-    try:
-        found = resolve_name(path)
-    except (ImportError, AttributeError) as error:
+    try:  # SGLang cannot be imported without CUDA
+        known = written_parameters(path) if path.startswith(("sglang", "tests")) else parameters(path)
+    except (ImportError, AttributeError, OSError) as error:
         return f"{path} is gone ({error}): shardwell.engines has to use what replaces it"
-    known = inspect.signature(found).parameters if arguments else {}
     lacking = [name for name in arguments.split() if name not in known]
     return f"{path}({', '.join(known)}) has no argument {', '.join(lacking)} any more" if lacking else ""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.engines] if path.startswith("vllm") else []) for path in NEEDED]
+    "path",
+    [pytest.param(path, marks=[pytest.mark.engines] if path.startswith(("vllm", "sglang")) else []) for path in NEEDED],
 )
 def test_engine_has_what_its_adapter_uses(path: str) -> None:
     sentence = moved(path, NEEDED[path])
@@ -69,5 +103,23 @@ def test_engine_has_what_its_adapter_uses(path: str) -> None:
 
 def test_what_has_moved_is_named() -> None:
     assert "json:gone is gone" in moved("json:gone", "")
+    assert "gone.json:loads is gone (No module named 'gone')" in moved("gone.json:loads", "")
     assert "json:loads(s, cls" in moved("json:loads", "s text")
     assert moved("json:loads", "s text").endswith("has no argument text any more")
+    own = "tests.contract.test_engine_signatures"  # read, not imported
+    assert not moved(f"{own}:moved", "path arguments")
+    assert moved(f"{own}:moved", "path gone") == f"{own}:moved(path, arguments) has no argument gone any more"
+    assert f"{own}:renamed is gone" in moved(f"{own}:renamed", "")
+    assert "tests.contract.renamed:moved is gone" in moved("tests.contract.renamed:moved", "")
+
+
+@pytest.mark.engines
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("renamed", [path for path in NEEDED if path.startswith("vllm:LLM.")])
+def test_planted_rename_in_vllm_is_named(renamed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = renamed.rsplit(".", 1)
+    monkeypatch.delattr(resolve_name(owner.replace(":LLM", ".entrypoints.rl.offline:RLOfflineMixin")), name, False)
+    monkeypatch.delattr(resolve_name(owner), name, False)
+    assert moved(renamed, NEEDED[renamed]).startswith(
+        f"{renamed} is gone (type object 'LLM' has no attribute '{name}')"
+    )

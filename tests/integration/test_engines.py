@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import email.message
+import os
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from shardwell.engines.vllm_server import VllmServer, follow
+from shardwell.engines import GroupReader, follow
+from shardwell.engines.vllm_server import VllmServer
+from shardwell.weights import pinned_version
+from shardwell.weights import reader as reader_module
 from shardwell.weights.pinned_version import PinnedVersion
-from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.errors import CorruptDataError, ShardwellError, UnavailableError, UsageError, VersionGoneError
 from tests.support.background_training import BackgroundTraining
 from tests.support.cluster import wait_until
+from tests.support.processes import run_ranks
 
 
 class Model(nn.Module):
@@ -139,6 +149,12 @@ def test_engine_gets_a_whole_version_or_nothing(
     renamed = {"enter.weight": "W"}
     assert shardwell.engines.load_weights(reader, weights.update, rename=renamed.get) == newest
     assert torch.equal(weights.pop("W"), training.states[newest]["enter.weight"]) and not weights
+    assert shardwell.engines.load_weights(reader, weights.update, newest - 1, names=["norm.*", "*bias"]) == newest - 1
+    assert weights.keys() == {"leave.bias", "norm.weight", "norm.bias"}
+    assert all(torch.equal(value, training.states[newest - 1][name]) for name, value in weights.items())
+    weights.clear()
+    with pytest.raises(UsageError, match=r"no parameter or buffer 'lora.\*'"):
+        shardwell.engines.load_weights(reader, weights.update, names="lora.*")
     with pytest.raises(VersionGoneError, match="is no longer available"):
         shardwell.engines.load_weights(reader, weights.update, newest - 4)
     reads, fails = PinnedVersion.read, iter([False, True])
@@ -160,6 +176,69 @@ def test_check_of_the_model_leaves_the_engines_config() -> None:
     assert vars(config) == before
 
 
+def load_in_group(rank: int, folder: Path, address: str, token_file: str, run: str, alone: bool) -> None:
+    """Loads versions in a process of a group of three, and saves what was loaded and what happened."""
+    pinned_version.TRANSPORT_NAMES = ("socket",)  # as on another host
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    if alone and rank == 2:
+        reader_module._has_token = lambda pid, *_: pid == os.getpid()  # as if in another container
+    readers, failures, loaded = list[shardwell.Reader](), list[str](), dict[int, dict[str, torch.Tensor]]()
+
+    def attach() -> shardwell.Reader:
+        readers.append(shardwell.attach(address, run, token_file=token_file))
+        return readers[-1]
+
+    def load(tensors: dict[str, torch.Tensor]) -> None:
+        loaded[len(loaded)] = {name: tensor.clone() for name, tensor in tensors.items()}
+        tensors["leave.bias"].fill_(7)  # not seen by the others
+
+    group = GroupReader(attach, dist.group.WORLD)
+    newest = int((folder / "newest").read_text())
+    group.update(newest - 1, load, "started")
+    group.update(newest - 1, load, "read")
+    assert not loaded
+    group.update(newest - 1, load)
+    for version, failing in ((newest, rank == 1), (newest - 20, False)):
+        reads = reader_module.map_tensors
+        reader_module.map_tensors = fail if failing else reads
+        try:
+            group.update(version, load)
+        except ShardwellError as error:
+            failures.append(type(error).__name__)
+        reader_module.map_tensors = reads
+    group.update(newest, load)
+    files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()]
+    received = sum(each.stats()["received_bytes"] for each in readers)
+    torch.save((loaded, failures, received, [each for each in files if "shardwell-" in each]), folder / f"{rank}")
+    group.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_processes_of_a_host_read_once_and_load_together(
+    cluster: shardwell.LocalCluster, training: Training, tmp_path: Path, alone: bool
+) -> None:
+    training.wait_for(25)
+    newest = training.pause()
+    (tmp_path / "newest").write_text(str(newest))
+    run_ranks(load_in_group, tmp_path, cluster.address, cluster.token_file, training.run, alone, count=3)
+    results = [torch.load(tmp_path / str(rank)) for rank in range(3)]
+    for loaded, _, _, left in results:
+        assert not left
+        for number, version in enumerate((newest - 1, newest)):
+            state = training.states[version]
+            assert loaded[number].keys() == {"enter.weight", "leave.bias", "norm.weight", "norm.bias"}
+            assert all(torch.equal(value, state[name]) for name, value in loaded[number].items())
+    mapping = ["UnavailableError", "CorruptDataError", "UnavailableError"]
+    gone = ["VersionGoneError", "UnavailableError", "VersionGoneError" if alone else "UnavailableError"]
+    assert [failures for _, failures, *_ in results] == [list(each) for each in zip(mapping, gone, strict=True)]
+    received = [received for *_, received, _ in results]
+    size = sum(value.nbytes for value in results[0][0][0].values())
+    assert received[1] == 0 and received[0] >= 3 * size  # the version that one process could not map was read twice
+    assert received[2] == (received[0] if alone else 0)
+
+
 class FakeServer(VllmServer):
     """A server that records the calls and the versions that it is told to load."""
 
@@ -169,42 +248,40 @@ class FakeServer(VllmServer):
         self.calls, self.loaded = list[str](), list[int]()
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        self.calls.append(path)
-        if error := self.fails.pop(path, None):
+        update = (body or {}).get("update_info", {})
+        self.calls.append(call := path.removesuffix("?mode=wait") + update.get("until", ""))
+        if error := self.fails.pop(call, None):
             raise error
-        if path == "update_weights" and body is not None:
-            self.loaded.append(body["update_info"]["version"])
+        if call == "update_weightsloaded":
+            self.loaded.append(update["version"])
         self.label = (body or {}).get("weight_version", self.label)
-        return {"weight_version": self.label, "world_size": 1}
+        return {"weight_version": self.label}
 
 
-def followed(servers: Sequence[VllmServer], run: Iterator[tuple[str, int, int]]) -> None:
-    """Follows a run until there is no further description: the id, the number of rollbacks and the version."""
-    names = "run_id", "rollback_count", "version"
-    reader = SimpleNamespace(
-        _describe=lambda: SimpleNamespace(**dict(zip(names, next(run), strict=True))), wait_for=lambda *_: None
-    )
+def followed(servers: Sequence[VllmServer], run: Iterator[tuple[int, str]]) -> None:
+    """Follows a run until there is no further newest version."""
+    reader = SimpleNamespace(newest=lambda: next(run), wait_for=lambda *_: None)
     with pytest.raises(StopIteration):
         follow(reader, servers)  # type: ignore[arg-type]
 
 
 def test_server_is_attached_to_the_run_that_is_followed() -> None:
     server = FakeServer(label="7")  # the label may be of another run: an earlier command has set it
-    followed([server], iter([("a", 0, 7), ("a", 0, 7), ("a", 0, 8), ("a", 1, 8), ("b", 1, 8), ("b", 1, 8)]))
+    followed([server], iter([(7, "a0"), (7, "a0"), (8, "a0"), (8, "a1"), (8, "b1"), (8, "b1")]))
     assert server.loaded == [7, 8, 8, 8]
     assert server.calls.count("init_weight_transfer_engine") == 3  # not for the next version of the same history
     server.label = "default"
-    server.update(9, history=("b", 1))  # the server was started again
+    server.update(9, "b1")  # the server was started again
     assert server.calls.count("init_weight_transfer_engine") == 4
 
 
 def test_each_server_gets_the_version_that_is_the_newest_at_its_turn() -> None:
     servers = [FakeServer(), FakeServer()]
-    followed(servers, (("a", 0, version) for version in range(4)))
+    followed(servers, ((version, "a0") for version in range(4)))
     assert [server.loaded for server in servers] == [[0, 2], [1, 3]]
 
 
-@pytest.mark.parametrize("path", ["pause?mode=wait", "update_weights"])
+@pytest.mark.parametrize("path", ["pause", "update_weightsread"])
 @pytest.mark.parametrize("error", [UnavailableError("planted"), KeyboardInterrupt()])
 def test_interrupted_update_is_ended(path: str, error: BaseException) -> None:
     server = FakeServer()
@@ -212,15 +289,28 @@ def test_interrupted_update_is_ended(path: str, error: BaseException) -> None:
     with pytest.raises(type(error)) as raised:
         server.update(3)
     assert raised.value is error
-    assert server.calls[-3:] == ["update_weights", "finish_weight_update", "resume"] and server.version() == -1
+    assert server.calls[-2:] == ["finish_weight_update", "resume"] and server.version() == -1 and not server.loaded
 
 
 def test_half_loaded_server_stays_paused_until_an_update_succeeds() -> None:
     server = FakeServer(label="3")
     server.update(4)
-    server.fails = {"finish_weight_update": UnavailableError("planted")}
+    server.fails = {"update_weightsloaded": UnavailableError("planted")}
     with pytest.raises(UnavailableError, match="planted"):
         server.update(5)
-    assert server.calls[-1] == "finish_weight_update" and server.history is None
-    followed([server], iter([("", 0, 4)]))  # the number of its label
+    assert server.calls[-1] == "update_weightsloaded" and server.history is None
+    followed([server], iter([(4, "")]))  # the number of its label
     assert server.calls[-1] == "resume" and server.loaded[-1] == 4
+
+
+def test_update_of_a_caller_that_was_killed_is_ended() -> None:
+    server, refused = FakeServer(label="3"), UnavailableError("refused")
+    refused.__cause__ = HTTPError("http://vllm", 500, "an update is open", email.message.Message(), None)
+    server.fails = {"init_weight_transfer_engine": refused}
+    server.update(4)
+    attach = "init_weight_transfer_engine"
+    assert server.calls[1:5] == [attach, "finish_weight_update", attach, "start_weight_update"] and server.loaded == [4]
+    server.history, server.fails = None, {attach: UnavailableError("unreachable")}
+    with pytest.raises(UnavailableError, match="unreachable"):
+        server.update(5)
+    assert server.calls[-1] == attach  # nothing is ended at a server that cannot be reached

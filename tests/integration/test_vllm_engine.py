@@ -5,6 +5,7 @@ Run by ``make test-engines``. vLLM's own checksums do not see the weights that i
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,10 +14,12 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import pytest
 import torch
@@ -24,10 +27,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwell
 from shardwell.engines.vllm_server import VllmServer
+from shardwell.find_credentials import find_credentials
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import wait_in_sync, wait_until
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, fork_context
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
@@ -78,7 +84,7 @@ class Training(threading.Thread):
                     model(input_ids=tokens, labels=tokens).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if self.stop.wait(0.05):
+                if self.stop.wait(0.1):
                     return
 
 
@@ -248,16 +254,19 @@ def test_version_is_read_while_the_engine_serves(training: Any, llm: Any, monkey
         version = load(llm, run, reader)
         before = answers(llm)
         newest = reader.wait_for(version + 1, 60.0)
+        checks: list[threading.Thread] = []
+        patch.setattr(
+            "shardwell.engines.vllm.refuse_other_model", lambda *_, config: checks.append(threading.current_thread())
+        )
         attach(llm, cluster, run)  # the run's model is checked again
         fails_at(patch, 0, lambda: (reading.set(), go_on.wait(60)))
         llm.start_weight_update()
-        llm.update_weights({"update_info": {"version": newest, "background": True}})
+        llm.update_weights({"update_info": {"version": newest, "until": "started"}})
         assert reading.wait(60) and answers(llm) == before
         go_on.set()
-        checks: list[threading.Thread] = []
-        patch.setattr("shardwell.engines.vllm.refuse_other_model", lambda *_: checks.append(threading.current_thread()))
-        llm.update_weights({"update_info": {"version": newest}})
+        llm.update_weights({"update_info": {"version": newest, "until": "read"}})
         assert answers(llm) == before and checks == [threading.current_thread()]
+        llm.update_weights({"update_info": {"version": newest}})
         llm.finish_weight_update(str(newest))
         llm.reset_prefix_cache()
         assert answers(llm) == expected(run, newest)
@@ -272,7 +281,7 @@ def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: p
         before = answers(llm)
         attach(llm, cluster, run)
         with monkeypatch.context() as patch:
-            patch.setattr(shardwell.Reader, "read", lambda self, version: (version, {"head.weight": torch.zeros(2)}))
+            patch.setattr(shardwell.Reader, "read", lambda _, version: (version, {"head.weight": torch.zeros(2)}))
             with pytest.raises(UsageError, match=r"has no 'head.weight' .* lacks 'model.embed_tokens.weight'"):
                 update(llm, version)
         assert llm.get_weight_version() == str(version) and answers(llm) == before
@@ -301,45 +310,52 @@ def test_load_that_fails_halfway_is_repeated(training: Any, llm: Any, monkeypatc
         load(llm, run, reader)
 
 
-def served(url: str) -> tuple[int, list[list[int]]]:
-    """Returns answers of a server, and the version that served from the first to the last of them."""
+URL = "http://127.0.0.1:18431"
+
+
+def served() -> tuple[int, list[list[int]]]:
+    """Returns answers of the server, and the version that served from the first to the last of them."""
+    server = VllmServer(URL, {})
     while True:
-        before, found = VllmServer(url, {}).version(), []
+        before, found = server.version(), []
         for prompt in PROMPTS:
             request = {"prompt": prompt, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-            answer = VllmServer(url, {})._call("v1/completions", {**request, "return_token_ids": True})
+            answer = server._call("v1/completions", {**request, "return_token_ids": True})
             found.append(answer["choices"][0]["token_ids"])
-        if VllmServer(url, {}).version() == before:
+        if server.version() == before:
             return before, found
 
 
+def served_version() -> int:
+    with suppress(UnavailableError):
+        return VllmServer(URL, {}).version()
+    return -2
+
+
 @pytest.fixture
-def server(training: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Starts a vLLM server at the same address."""
+def start(training: Any, tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[bytes]]]:
+    """Starts a vLLM server with a number of workers at the same address. It receives weights over sockets."""
     llama(1).save_pretrained(tmp_path / "model")
+    patch = "from shardwell.weights import pinned_version\npinned_version.TRANSPORT_NAMES = ('socket',)\n"
+    (tmp_path / "sitecustomize.py").write_text(patch)
     options = ["--skip-tokenizer-init", "--dtype=float32", "--enforce-eager", "--max-model-len=128", "--max-num-seqs=4"]
     backend = '--weight-transfer-config={"backend": "shardwell"}'
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={tmp_path / 'model'}", *options]
     environment = {
         **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     started: list[subprocess.Popen[bytes]] = []
     with (tmp_path / "log").open("wb") as log:
 
-        def start() -> subprocess.Popen[bytes]:
-            started.append(
-                subprocess.Popen(
-                    [*command, backend, "--port=18431"],
-                    env=environment,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
+        def start(num_workers: int = 1) -> subprocess.Popen[bytes]:
+            every = [*command, backend, "--port=18431", f"--tensor-parallel-size={num_workers}"]
+            started.append(subprocess.Popen(every, env=environment, stdout=log, stderr=log, start_new_session=True))
             return started[-1]
 
         try:
@@ -352,30 +368,93 @@ def server(training: Any, tmp_path: Path) -> Iterator[Callable[[], subprocess.Po
             print((tmp_path / "log").read_text()[-8000:])
 
 
-def test_killed_server_joins_again_in_one_update(training: Any, server: Any) -> None:
+def test_killed_server_joins_again_in_one_update(training: Any, start: Any) -> None:
     cluster, run = training
-    url = "http://127.0.0.1:18431"
-
-    def version() -> int:
-        with suppress(UnavailableError):
-            return VllmServer(url, {}).version()
-        return -2
-
-    process = server()
-    follow = ["-m", "shardwell.engines.vllm_server", "--run", run.run_name, "--address", cluster.address, url]
+    process = start()
+    follow = ["-m", "shardwell.engines.vllm_server", "--run", run.run_name, "--address", cluster.address, URL]
     follower = subprocess.Popen([sys.executable, *follow, "--token-file", cluster.token_file, "--lead-s", "0.1"])
     try:
-        wait_until(lambda: version() > 0, "the first update", timeout_s=240)
+        wait_until(lambda: served_version() > 0, "the first update", timeout_s=240)
         for _ in range(4):
-            newest, found = served(url)
+            newest, found = served()
             assert found == expected(run, newest)
-            wait_until(lambda: version() > newest, "the next update", timeout_s=60)  # noqa: B023 (called at once)
+            wait_until(lambda: served_version() > newest, "the next update", timeout_s=60)  # noqa: B023 (called at once)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        server()
-        wait_until(lambda: version() > newest, "an update of the server that was started again", timeout_s=240)
-        newest, found = served(url)
+        start()
+        wait_until(lambda: served_version() > newest, "an update of the server that was started again", timeout_s=240)
+        newest, found = served()
         assert found == expected(run, newest)
     finally:
         follower.terminate()
         follower.wait()
+
+
+CALLS = ["init_weight_transfer_engine", "start_weight_update", "started", "pause", "read", "loaded"]
+CALLS += ["finish_weight_update", "resume"]
+
+
+def follow_until_killed(call: str, is_answered: bool, arguments: list[str]) -> None:
+    """Runs the command, which is killed when it has sent a call, or has its answer."""
+    from shardwell import engines
+
+    opens = engines.urlopen
+
+    def open_or_die(request: Request, timeout: float) -> Any:
+        body = json.loads(request.data or b"{}").get("update_info", {}) if isinstance(request.data, bytes) else {}
+        if body.get("until", request.full_url.rpartition("/")[2].partition("?")[0]) != call:
+            return opens(request, timeout=timeout)
+        if is_answered:
+            opens(request, timeout=timeout).read()
+        else:
+            connection = HTTPConnection(request.host)
+            connection.request("POST", request.selector, request.data, dict(request.header_items()))
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    engines.urlopen = open_or_die  # type: ignore[assignment]
+    sys.argv = ["vllm_server", *arguments]
+    engines.vllm_server.main()
+
+
+def listed(address: str, token_file: str, run: str) -> list[coordinator_pb2.ReaderSummary]:
+    coordinator = CoordinatorClient(address, find_credentials(address, token_file, None))
+    with closing(coordinator):
+        answer = coordinator.call("ListReaders", coordinator_pb2.ListReadersRequest(run=run), timeout_s=60)
+    return [each for each in answer.readers if each.name == "engine"]
+
+
+def test_workers_read_once_and_survive_callers_that_are_killed(training: Any, start: Any) -> None:
+    cluster, run = training
+    start(2)
+    attached = {"address": cluster.address, "run": run.run_name, "token_file": cluster.token_file}
+    size = sum(value.nbytes for value in run.states[1].values())
+
+    def update(caller: VllmServer) -> int:
+        """Updates the server to the newest version, and asserts that it answers with exactly its weights."""
+        with shardwell.attach(cluster.address, run.run_name, token_file=cluster.token_file) as reader:
+            newest = reader.version
+        caller.update(newest)
+        assert served() == (newest, expected(run, newest))
+        return newest
+
+    wait_until(lambda: served_version() == -1, "the server", timeout_s=900)
+    caller = VllmServer(URL, {**attached, "name": "engine"})
+    versions = [update(caller) for _ in range(3)]
+    [engine] = listed(cluster.address, cluster.token_file, run.run_name)  # one of two workers has read
+    assert engine.version == versions[-1] and 3 * size <= engine.received_bytes < 3.1 * size
+    with pytest.raises(UnavailableError, match="update_weights failed"):
+        caller.update(0)  # is gone
+    assert served() == (versions[-1], expected(run, versions[-1]))
+    wait_until(lambda: max(run.states) > versions[-1], "another version")
+    update(caller)
+
+    options = ["--address", cluster.address, "--run", run.run_name, "--token-file", cluster.token_file]
+    for call in CALLS:
+        for is_answered in (False, True):
+            arguments = [*options, "--lead-s", "0.1", URL]
+            follower = fork_context.Process(target=follow_until_killed, args=(call, is_answered, arguments))
+            follower.start()
+            follower.join(120)
+            assert follower.exitcode == -signal.SIGKILL, (call, is_answered)
+            print("killed at", call, is_answered)
+            update(VllmServer(URL, attached, lead_s=0.1))

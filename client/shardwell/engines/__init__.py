@@ -1,24 +1,32 @@
 """Inference engines that follow the committed weights of a run: see docs/serving.md.
 
 ``LiveModel`` is a plain model, such as one of Transformers. ``load_weights`` fills any engine with a method of that
-name. ``shardwell.engines.vllm`` is vLLM's backend, and ``shardwell.engines.vllm_server`` updates running servers.
+name, and ``GroupReader`` one with several workers. ``shardwell.engines.vllm`` is vLLM's backend, and
+``shardwell.engines.vllm_server`` updates running servers.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from typing import Any
+from http.client import HTTPException
+from typing import Any, NoReturn
+from urllib.request import Request, urlopen
 
 import torch
 
 from shardwell.engines.live_model import LiveModel
-from shardwell.weights.reader import Reader
+from shardwell.weights.reader import GroupReader, Reader
+from shardwell.weights.stored_parameters import Names
 from shardwell.weights.weight_files import Rename, listed
-from shardwell_wire.errors import UsageError
+from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
 
-__all__ = ["LiveModel", "load_weights", "register_vllm"]
+__all__ = ["EngineServer", "GroupReader", "LiveModel", "follow", "load_weights", "register_vllm"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +37,7 @@ def load_weights(
     version: int | str | None = None,
     *,
     rename: Rename | None = None,
+    names: Names | None = None,
 ) -> int:
     """Loads a version of a run into an engine that takes an iterator of names and tensors.
 
@@ -42,18 +51,69 @@ def load_weights(
             A tied parameter has its first name only, as in checkpoints of Hugging Face.
         version: The version or the name of a published one. Default: the newest.
         rename: Maps the names that ``Reader.read`` returns to those that ``load`` expects, or to None to skip a tensor.
+        names: A glob pattern of names in the run, or several, such as ``"*lora_*"``. Default: all.
 
     Returns:
         The version that was loaded.
 
     Raises:
-        VersionGoneError: The version is not kept any more, or no version stayed readable until it was read.
-        UnavailableError: A shard server could not be reached for the reader's timeout.
+        Exception: As ``Reader.read``, and nothing was loaded.
     """
-    number, tensors = reader.read(version)
+    number, tensors = reader.read(version, names=names)
     pairs = ((name if rename is None else rename(name), value) for name, value in tensors.items())
     load((name, value) for name, value in pairs if name is not None)
     return number
+
+
+class EngineServer(ABC):
+    """A server of an inference engine, at a URL, that loads versions when it is told to over HTTP."""
+
+    history: str | None = None
+    """``history`` of the last ``update``. None: none was finished, or the last one has failed."""
+
+    def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
+
+    @abstractmethod
+    def version(self) -> int:
+        """Returns the version that the server serves. -1: the weights with which it was started."""
+
+    @abstractmethod
+    def update(self, version: int, history: str = "") -> None:
+        """Loads a version. Raises UnavailableError if that fails. The call can be repeated, also by another process."""
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urlopen(request, timeout=self._timeout_s) as answer:
+                return json.load(answer)
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(f"{self.url}/{path} failed: {error}. The server's log has the reason") from error
+
+
+def follow(reader: Reader, servers: Sequence[EngineServer], *, pause_s: float = 1.0) -> NoReturn:
+    """Updates servers, one after another, to each new version, or to the newest if commits are faster.
+
+    A server that is down or fails is logged and tried again after ``pause_s`` seconds, with the newest version then.
+    """
+    while True:
+        try:
+            found = list[int]()
+            for server in servers:
+                version, history = reader.newest()
+                found.append(version)
+                try:
+                    if server.version() != version or server.history != history:
+                        server.update(version, history)
+                        logger.info("%s serves version %d", server.url, version)
+                except UnavailableError as error:
+                    logger.warning("the server was not updated: %s", error)
+            with suppress(DeadlineError):
+                reader.wait_for(min(found) + 1, pause_s)
+        except ShardwellError as error:
+            logger.warning("the servers keep their versions: %s", error)
+            time.sleep(pause_s)
 
 
 def refuse_other_model(tensors: Mapping[str, torch.Tensor], config: Any) -> None:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import socket
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
-from typing import Self
+from typing import IO, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shardwell.find_credentials import find_credentials
-from shardwell.module.parameters import has_parts, inner_tensors
+from shardwell.memory.buffers import CAN_MAP
 from shardwell.module.unit import owner_of
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.digest import pinned_digest
 from shardwell.weights.pinned_version import PinnedVersion, RunConnections, describe_weights, pinned_version
-from shardwell.weights.stored_parameters import Chosen, Names, StoredParameter, ranges_of
-from shardwell.weights.weight_files import Rename, differences, listed
+from shardwell.weights.stored_parameters import Chosen, Names, Slices, StoredParameter, ranges_of
+from shardwell.weights.weight_files import Rename, differences, listed, map_tensors, write_file
 from shardwell_wire.connection.channel import retry
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError, VersionGoneError
@@ -30,6 +36,11 @@ from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.tls import TlsOptions
 from shardwell_wire.v1 import coordinator_pb2
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Tensors = dict[str, torch.Tensor]
 
 _LEAVE_LIMIT_S = 2.0
 """How long a reader that is closed waits for the coordinator to note it."""
@@ -48,12 +59,8 @@ class Reader:
 
     Args:
         coordinator: Client of the coordinator. Closed with the reader.
-        run: Name of the run.
         timeout_s: Deadline of each read in seconds, which includes the time in which a shard server is replaced.
-        gather_dtype: Dtype in which 32-bit weights travel.
-        delta_cache_bytes: Limit of the memory for deltas.
-        name: Name of the reader in ``shardwell readers``.
-        hold_s: Seconds for which a run with ``join(max_reader_lag=...)`` waits for the reader to read a version.
+        run, gather_dtype, delta_cache_bytes, name, hold_s: As in ``attach``.
     """
 
     def __init__(
@@ -89,7 +96,12 @@ class Reader:
     @property
     def version(self) -> int:
         """The newest committed version, which is the number of committed steps."""
-        return self._describe().version
+        return self.newest()[0]
+
+    def newest(self) -> tuple[int, str]:
+        """Returns the newest committed version, and its history: after a rollback, it may have other weights."""
+        run = self._describe()
+        return run.version, f"{run.run_id}-{run.rollback_count}"
 
     def _describe(self, version: int | None = None, wait_s: float = 0.0) -> coordinator_pb2.DescribeWeightsResponse:
         self._report.received_bytes = int(self._connections.stats()["received_bytes"])
@@ -169,27 +181,32 @@ class Reader:
         with self.pin(version) as pinned:
             return pinned_digest(pinned)
 
-    def read(self, version: int | str | None = None) -> tuple[int, dict[str, torch.Tensor]]:
-        """Reads a whole version into CPU memory.
+    def read(
+        self, version: int | str | None = None, *, names: Names | None = None, slices: Slices | None = None
+    ) -> tuple[int, dict[str, torch.Tensor]]:
+        """Reads a version, or a part of it, into CPU memory.
 
         Args:
             version: The version, which is waited for until it is committed, or the name of a published one. Default:
                 the newest.
+            names: As in ``PinnedVersion.values``. Default: all tensors.
+            slices: As in ``PinnedVersion.values``. Default: whole tensors.
 
         Returns:
             The version, and its tensors by name, as ``PinnedVersion.values`` yields them.
 
         Raises:
-            VersionGoneError: The version is not kept any more. Without ``version``: none stayed readable until it was
-                read.
-            NotFoundError: No version is published under the name.
-            DeadlineError: The version was not committed within the reader's timeout.
-            UnavailableError: A shard server could not be reached for the reader's timeout.
+            Exception: As ``pin`` and ``PinnedVersion.values``. Without ``version``, the read is repeated with a newer
+                one, for the reader's timeout, if a version does not stay readable.
         """
+        return self._reading(version, lambda pinned: (pinned.version, dict(pinned.values(names, slices=slices))))
 
-        def read() -> tuple[int, dict[str, torch.Tensor]]:
+    def _reading(self, version: int | str | None, use: Callable[[PinnedVersion], Result]) -> Result:
+        """Returns ``use`` of a pinned version; raises as ``read``. Repeated if a shard server is lost."""
+
+        def read() -> Result:
             with self.pin(version) as pinned:
-                return pinned.version, dict(pinned.values())
+                return use(pinned)
 
         passing = (UnavailableError, VersionGoneError) if version is None else UnavailableError
         return retry(read, limit_s=self._timeout_s, errors=passing)
@@ -295,6 +312,149 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class GroupReader:
+    """Loads versions in all processes of a group, such as the workers of an inference engine. One per host reads.
+
+    The other processes of the host map its memory, so a host receives and holds a version once. Processes that cannot
+    map the memory of another one, such as those in other containers, read on their own. ``__init__``, ``update`` and
+    ``in_any`` are collective: all processes call them in the same order.
+
+    Args:
+        attach: Attaches a reader. Called in the processes that read.
+        group: A group of ``torch.distributed`` for CPU tensors.
+        check: Called in each process with the first version, before it is loaded. Raises if it does not fit.
+    """
+
+    def __init__(
+        self, attach: Callable[[], Reader], group: dist.ProcessGroup, check: Callable[[Tensors], object] | None = None
+    ) -> None:
+        self._attach, self._group, self._check = attach, group, check
+        self._reader: Reader | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwell-read")
+        self._pending: tuple[int, Future[Tensors | IO[bytes]]] | None = None
+        self._read: tuple[int, Tensors] | None = None
+        """A version that all processes have read."""
+        self._memory_name, own_rank = f"shardwell-{secrets.randbits(62):x}", dist.get_rank(group)
+        with self._memory() as probe:
+            offers = self._gather(os.getpid(), probe.fileno(), int(self._memory_name[10:], 16))
+            self._source = next((rank for rank, offer in enumerate(offers) if _can_map(*offer)), own_rank)
+            served = [rank for rank, [source] in enumerate(self._gather(self._source)) if source == own_rank]
+        self._is_source, self._is_alone = bool(served), served == [own_rank]
+        self._folder = f"/proc/{offers[self._source][0]}/fd"
+
+    def update(self, version: int, load: Callable[[Tensors], object], until: str = "loaded") -> None:
+        """Loads a version in all processes. If one cannot read it, nothing is loaded in any. May be repeated.
+
+        Args:
+            version: The version, which is waited for until it is committed.
+            load: Loads the tensors, by name. Writes to them stay in this process.
+            until: ``started``: the call only starts to read in the background. ``read``: it returns when all processes
+                have the version in CPU memory. Another call with the same version continues.
+
+        Raises:
+            UnavailableError: Another process has failed, and its log has the reason.
+            Exception: As ``Reader.read``, ``check`` and ``load``, in the process that has failed.
+        """
+        if until not in ("started", "read", "loaded"):
+            raise UsageError(f"until={until!r}: expected 'started', 'read' or 'loaded'")
+        if self._read is None or self._read[0] != version:
+            self._read = None
+            self._start(version)
+            if until == "started":
+                return
+            self._read = version, self._take()
+        if until == "loaded":
+            (_, tensors), self._read = self._read, None
+            self._together(lambda: load(tensors))
+
+    def drop(self) -> None:
+        """Releases a version that was read and not loaded."""
+        self._pending = self._read = None
+
+    def in_any(self, value: bool) -> bool:
+        """Returns whether a value is true in any process."""
+        return [1] in self._gather(int(value))
+
+    def close(self) -> None:
+        """Closes the reader. Harmless to repeat."""
+        self._pool.shutdown(cancel_futures=True)
+        self.drop()
+        if self._reader is not None:
+            self._reader.close()
+
+    def _start(self, version: int) -> None:
+        pending = self._pending
+        if pending and (pending[0] != version or (pending[1].done() and pending[1].exception())):
+            pending = None
+        if pending is None and self._is_source:
+            pending = version, self._pool.submit(self._fetch, version)
+        self._pending = pending
+
+    def _fetch(self, version: int) -> Tensors | IO[bytes]:
+        """Reads a version into memory, which is that of a file if other processes map it."""
+        reader = self._reader = self._reader or self._attach()
+        found = reader.read(version)[1] if self._is_alone else reader._reading(version, self._share)
+        with suppress(ShardwellError):
+            reader.newest()  # so that `shardwell readers` shows the version
+        return found
+
+    def _share(self, pinned: PinnedVersion) -> IO[bytes]:
+        shared = self._memory()
+        write_file(shared, {stored.name: stored.meta for stored, _ in pinned.choose(None)}, pinned.values(), {})
+        shared.flush()
+        return shared
+
+    def _take(self) -> Tensors:
+        """Returns what was read."""
+        pending, self._pending = self._pending, None
+        own = self._together(lambda: pending[1].result() if pending else None)
+        shared = None if own is None or isinstance(own, dict) else own
+
+        def take() -> Tensors:
+            tensors = own if isinstance(own, dict) else map_tensors(Path(f"{self._folder}/{descriptor}"))
+            if self._check:
+                self._check(tensors)
+            return tensors
+
+        with shared or nullcontext():
+            [descriptor] = self._gather(shared.fileno() if shared else -1)[self._source]
+            tensors = self._together(take)  # also a barrier: then the file is closed, and the mapping remains
+        self._check = None
+        return tensors
+
+    def _together(self, function: Callable[[], Result]) -> Result:
+        """Returns ``function()`` if it succeeds in all processes. Otherwise raises in all of them."""
+        failure = None
+        try:
+            result = function()
+        except Exception as error:
+            logger.error("the version was not loaded: %s", error)
+            failure = error
+        if self.in_any(failure is not None):
+            raise failure or UnavailableError("another process could not load the version: its log says why")
+        return result
+
+    def _memory(self) -> IO[bytes]:
+        """Returns a file in memory, which other processes of this user can map, and which ends with this process."""
+        return os.fdopen(os.memfd_create(self._memory_name), "wb") if CAN_MAP else TemporaryFile()
+
+    def _gather(self, *values: int) -> list[list[int]]:
+        """Returns the values of all processes, by rank."""
+        own = torch.tensor(values)
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, own, group=self._group)
+        return [each.tolist() for each in gathered]
+
+
+def _can_map(pid: int, descriptor: int, token: int) -> bool:
+    """Returns whether this process can map a file of a process. On another host, the pid may be another process's."""
+    try:
+        path = f"/proc/{pid}/fd/{descriptor}"
+        return f"shardwell-{token:x}" in os.readlink(path) and os.access(path, os.R_OK)
+    except OSError:
+        return False
 
 
 def attach(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -360,6 +361,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
+def map_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one file by name, without reading them. Writes to them do not reach the file."""
+    data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    tensors = dict[str, torch.Tensor]()
+    for name, stored in read_header(path).items():
+        stop_bytes = stored.start_bytes + math.prod(stored.shape) * stored.dtype.itemsize
+        part = data[stored.start_bytes : stop_bytes]
+        if stored.start_bytes % stored.dtype.itemsize:
+            part = part.clone()  # behind a tensor with smaller elements
+        tensors[name] = part.view(stored.dtype).view(stored.shape)
+    return tensors
+
+
 # ---- writing ----
 
 
@@ -399,7 +413,8 @@ def write_safetensors(
         folder, markers=(INDEX_NAME, SINGLE_NAME), is_exported=lambda name: bool(_EXPORTED_FILE.fullmatch(name))
     ) as stage:
         for name, contained in files.items():
-            _write(stage / name, contained, values, {"format": "pt", **metadata})
+            with (stage / name).open("wb") as file:
+                write_file(file, contained, values, {"format": "pt", **metadata})
         if len(files) > 1:
             weight_map = {name: file for file, contained in files.items() for name in contained}
             index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": weight_map}
@@ -479,16 +494,17 @@ def _cut(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> dict[str, dict[
     return {f"model-{number:05}-of-{count:05}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], values: Values, metadata: Mapping[str, str]) -> None:
+def write_file(
+    file: IO[bytes], tensors: Mapping[str, torch.Tensor], values: Values, metadata: Mapping[str, str]
+) -> None:
     """Writes one file with the next values, which belong to ``tensors``."""
     described = {name: (_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with path.open("wb") as file:
-        file.write(make_header(described, metadata))
-        for expected in tensors:
-            name, value = next(values)
-            assert name == expected
-            file.write(memory_of(value))
-            del value  # before the next unit is gathered
+    file.write(make_header(described, metadata))
+    for expected in tensors:
+        name, value = next(values)
+        assert name == expected
+        file.write(memory_of(value))
+        del value  # before the next unit is gathered
 
 
 def memory_of(value: torch.Tensor) -> memoryview:
