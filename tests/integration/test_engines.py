@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.message
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -26,7 +27,7 @@ from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.errors import CorruptDataError, ShardwellError, UnavailableError, UsageError, VersionGoneError
 from tests.support.background_training import BackgroundTraining
 from tests.support.cluster import wait_until
-from tests.support.processes import run_ranks
+from tests.support.processes import ROOT, run_ranks
 
 
 class Model(nn.Module):
@@ -164,6 +165,27 @@ def test_engine_gets_a_whole_version_or_nothing(
     assert not weights
 
 
+def test_code_of_the_page_for_sglang_runs(training: Training, reader: shardwell.Reader) -> None:
+    pattern = r'```python title="update_sglang.py"\n(.*?)^```'
+    [code] = re.findall(pattern, (ROOT / "docs/serving.md").read_text(), re.S | re.M)
+    calls: list[Any] = []
+    answer = True, ""
+    engine = SimpleNamespace(
+        begin_weight_update=lambda: calls.append("begin"),
+        update_weights_from_tensor=lambda tensors: calls.append(dict(tensors)) or answer,
+        end_weight_update=lambda: calls.append("end"),
+    )
+    names = {"shardwell": shardwell, "reader": reader, "engine": engine}
+    exec(code, names)
+    begin, tensors, end = calls
+    assert (begin, end) == ("begin", "end")
+    assert torch.equal(tensors["norm.weight"], training.states[names["version"]]["norm.weight"])
+    answer = False, "planted"
+    with pytest.raises(RuntimeError, match="planted"):
+        exec(code, names)
+    assert calls[-1] == "end"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_check_of_the_model_leaves_the_engines_config() -> None:
     from transformers import LlamaConfig
@@ -182,7 +204,7 @@ def load_in_group(rank: int, folder: Path, address: str, token_file: str, run: s
     store = dist.FileStore(str(folder / "store"), 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
     if alone and rank == 2:
-        reader_module._has_token = lambda pid, *_: pid == os.getpid()  # as if in another container
+        reader_module._can_map = lambda pid, *_: pid == os.getpid()  # as if in another container
     readers, failures, loaded = list[shardwell.Reader](), list[str](), dict[int, dict[str, torch.Tensor]]()
 
     def attach() -> shardwell.Reader:

@@ -423,6 +423,7 @@ def listed(address: str, token_file: str, run: str) -> list[coordinator_pb2.Read
     return [each for each in answer.readers if each.name == "engine"]
 
 
+@pytest.mark.timeout(1800)  # 17 updates
 def test_workers_read_once_and_survive_callers_that_are_killed(training: Any, start: Any) -> None:
     cluster, run = training
     start(2)

@@ -119,11 +119,8 @@ def follow(reader: Reader, servers: Sequence[EngineServer], *, pause_s: float = 
 def refuse_other_model(tensors: Mapping[str, torch.Tensor], config: Any) -> None:
     """Raises UsageError if tensors are not those of a causal language model of Transformers, by names and shapes.
 
-    An engine that finds this out while it loads has lost its former weights. Models of other kinds are not checked.
-
-    Args:
-        tensors: Tensors by name. Of a tied parameter, one name is enough.
-        config: The model's config of Transformers.
+    An engine that finds this out while it loads has lost its former weights. Models of other kinds are not checked. Of
+    a tied parameter, one name is enough.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 

@@ -38,8 +38,7 @@ class UpdateInfo(base.WeightTransferUpdateInfo):
     """The version that all workers load."""
 
     version: int
-    until: str = "loaded"
-    """The call returns when the read has ``started``, or all workers have ``read`` or ``loaded`` the version."""
+    until: str = "loaded"  # see GroupReader.update
 
 
 class ShardwellEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -107,12 +106,11 @@ class ShardwellEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
 def update(llm: LLM, version: int) -> None:
     """Loads a version into an engine of this process, and removes cached prefixes of the former version.
 
-    The engine was attached by ``llm.init_weight_transfer_engine``, and its answers then name the version
-    (``CompletionOutput.weight_versions``). The run has to keep the version until it is pinned.
+    Call ``llm.init_weight_transfer_engine`` before. Answers then name the version (``weight_versions``).
 
     Raises:
-        Exception: As ``Reader.read``, or vLLM's own error. The engine has its former version, unless vLLM has failed
-            while it loaded what was read. Then repeat the update before the next request.
+        Exception: As ``GroupReader.update``. The engine has its former version, unless vLLM has failed while it loaded
+            what was read. Then repeat the update before the next request.
     """
     llm.start_weight_update()
     try:

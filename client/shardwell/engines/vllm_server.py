@@ -26,12 +26,8 @@ from shardwell_wire.host.variables import variables
 class VllmServer(EngineServer):
     """A vLLM server that was started with the weight-transfer backend ``shardwell``.
 
-    Args:
-        url: Address of the server, such as ``http://localhost:8000``.
-        attached: Arguments of ``shardwell.attach`` for the server's workers, such as ``address``, ``run`` and a
-            ``token_file`` of the server's host.
-        timeout_s: Deadline of each request in seconds.
-        lead_s: Seconds in which the server reads a version and still serves. The pause includes the rest.
+    Its workers attach with the arguments ``attached`` of ``shardwell.attach``, such as a ``token_file`` of their host.
+    For ``lead_s`` seconds, they read a version while the server still serves. The pause includes the rest.
     """
 
     def __init__(self, url: str, attached: dict[str, Any], *, timeout_s: float = 300.0, lead_s: float = 0.0) -> None:

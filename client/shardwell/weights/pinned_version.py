@@ -93,15 +93,11 @@ class UnitReader:
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, unit: PlacedUnit, ranges: Ranges | None = None) -> torch.Tensor:
-        """Returns a unit's flat vector with padding, as uint8 on the CPU. [size_bytes]
+        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``RunConnections``. [size_bytes]
 
         Args:
             unit: The unit.
             ranges: Ranges of the flat vector that are needed. Other bytes are arbitrary. None: all.
-
-        Raises:
-            VersionGoneError: The version was overwritten.
-            UnavailableError: A shard server cannot be reached from this host.
         """
         flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read
         self._of_shards(
@@ -238,8 +234,7 @@ class PinnedVersion:
         Raises:
             UsageError: A tensor of the run is missing or has another shape, or a pattern matches nothing.
             CorruptDataError: A result is not that of this version, so a tensor has other values. Nothing was written.
-            VersionGoneError: As ``changes``. Nothing was written.
-            UnavailableError: As ``changes``. Nothing was written.
+            VersionGoneError, UnavailableError: As ``changes``. Nothing was written.
         """
         chosen = self.choose(names)
         targets = {stored.name: [tensors[name] for name in stored.names if name in tensors] for stored, _ in chosen}
@@ -372,11 +367,8 @@ def pinned_version(
             newest.
 
     Raises:
-        NotFoundError: The run does not exist.
         StepStateError: The run has no weights yet.
-        UnavailableError: A shard server of the run cannot be reached from this host.
-        VersionGoneError: The version is not kept any more. Or every version was overwritten before it was pinned.
-        DeadlineError: The version was not committed in time.
+        Exception: As ``Reader.pin``.
     """
     # If a server cannot be reached, the coordinator may be about to name another owner of its shards.
     limit_s = timeout_s if waits else 0.0
@@ -541,11 +533,7 @@ class RunConnections:
         return self._read.get(version, default)
 
     def server(self, shard: common_pb2.ShardRange) -> ServerConnection:
-        """Returns the connection to the server process that owns a shard.
-
-        Raises:
-            UnavailableError: The server cannot be reached.
-        """
+        """Returns the connection to the server process that owns a shard. Raises UnavailableError if there is none."""
         key = _server_key(shard)
         with self._lock:
             if (known := self._servers.get(key)) is not None:

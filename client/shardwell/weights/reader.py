@@ -542,18 +542,9 @@ def _targets(
     cast: bool,
     is_part: bool,
 ) -> list[tuple[StoredParameter, torch.Tensor]]:
-    """Pairs chosen tensors of the run with the tensors of a model that have their names.
+    """Pairs chosen tensors of the run with those of a model that have their names; see ``Reader.follow``.
 
-    Args:
-        model: The model.
-        pinned: The run.
-        chosen: Tensors of the run.
-        rename: See ``Reader.follow``.
-        cast: See ``Reader.follow``.
-        is_part: Whether the model may have other tensors.
-
-    Raises:
-        UsageError: Names, shapes or dtypes differ.
+    Raises UsageError if names, shapes or dtypes differ. If ``is_part``, the model may have other tensors.
     """
     tensors, stored = _named_tensors(model), [each for each, _ in chosen]
     wanted = [(each, map(rename, each.names)) for each in stored]

@@ -473,11 +473,7 @@ def save_dcp(model: nn.Module, folder: str | Path) -> None:
         folder: Created if it does not exist.
 
     Raises:
-        UsageError: A value cannot be stored (extra state that is not a tensor), or parameters are split over several
-            meshes or mesh dims.
-        VersionGoneError: As ``full_state_dict``.
-        OSError: The files cannot be written. The folder is unchanged.
-        ConflictError: The trainer that writes for the tensor group failed.
+        Exception: As ``save_safetensors``.
     """
     from shardwell.weights.dcp import write_dcp
 

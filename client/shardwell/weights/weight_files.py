@@ -238,11 +238,9 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
 def differences(
     shape: Sequence[int], dtype: torch.dtype, tensor: torch.Tensor, where: str, *, cast: bool
 ) -> Iterator[str]:
-    """Yields how a stored tensor differs from that of a model.
+    """Yields how a tensor of a shape and dtype, stored in ``where``, differs from that of a model.
 
-    Args:
-        where: Where the other one is stored, such as ``checkpoint``.
-        cast: Whether floating-point values are converted to the model's dtype.
+    If ``cast``, floating-point values are converted to the model's dtype.
     """
     if tuple(shape) != tuple(tensor.shape):
         yield f"of shape {tuple(shape)} in the {where}, {tuple(tensor.shape)} in the model"
