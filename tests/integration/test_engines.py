@@ -154,6 +154,9 @@ def test_engine_gets_a_whole_version_or_nothing(
     assert weights.keys() == {"leave.bias", "norm.weight", "norm.bias"}
     assert all(torch.equal(value, training.states[newest - 1][name]) for name, value in weights.items())
     weights.clear()
+    version, halves = reader.read(newest, names="enter.*", slices={"*": (0, 1, 2)})
+    assert version == newest and halves.keys() == {"enter.weight"}
+    assert torch.equal(halves["enter.weight"], training.states[newest]["enter.weight"][4:])
     with pytest.raises(UsageError, match=r"no parameter or buffer 'lora.\*'"):
         shardwell.engines.load_weights(reader, weights.update, names="lora.*")
     with pytest.raises(VersionGoneError, match="is no longer available"):
@@ -163,6 +166,17 @@ def test_engine_gets_a_whole_version_or_nothing(
     with pytest.raises(CorruptDataError, match="planted"):
         shardwell.engines.load_weights(reader, weights.update)
     assert not weights
+
+
+def test_versions_before_and_after_a_rollback_differ(
+    training: Training, reader: shardwell.Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.pause()
+    before, described = reader.newest(), reader._describe()
+    assert before == reader.newest() and before[0] == reader.version
+    described.rollback_count += 1
+    monkeypatch.setattr(reader, "_describe", lambda: described)
+    assert reader.newest()[0] == before[0] and reader.newest()[1] != before[1]
 
 
 def test_code_of_the_page_for_sglang_runs(training: Training, reader: shardwell.Reader) -> None:
