@@ -1,9 +1,10 @@
 """Every error that Shardwell raises, below ``ShardwellError``. Importing them needs no torch.
 
 >>> try:
-...     pinned = reader.pin(version)
-... except shardwell.errors.VersionGoneError:
-...     pinned = reader.pin()
+...     with reader.pin(version) as pinned:
+...         values = pinned.values()
+... except shardwell.errors.VersionGoneError as error:
+...     print(error.data["kept"])
 
 ``shardwell_wire/errors.py`` defines them and shows the tree. ``shardwell.ShardwellError`` and ``shardwell.UsageError``
 are the same classes.

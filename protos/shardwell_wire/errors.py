@@ -51,38 +51,13 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 __all__ = [
-    "AccessError",
-    "CapacityError",
-    "ChunkError",
-    "ConflictError",
-    "CorruptDataError",
-    "DeadlineError",
-    "DuplicateError",
-    "FreedParameterError",
-    "HyperparameterMismatchError",
-    "IncompleteStepError",
-    "InternalError",
-    "InvalidRequestError",
-    "MissingTorchError",
-    "NonFiniteError",
-    "NotFoundError",
-    "ReplicaLostError",
-    "RunDeletedError",
-    "RunMismatchError",
-    "ShardwellError",
-    "StaleEpochError",
-    "StepRestartedError",
-    "StepStateError",
-    "TiedParameterError",
-    "TlsError",
-    "TooManyRequestsError",
-    "UnauthenticatedError",
-    "UnavailableError",
-    "UnitMismatchError",
-    "UsageError",
-    "VersionGoneError",
-    "WorldError",
-]
+    "AccessError", "CapacityError", "ChunkError", "ConflictError", "CorruptDataError", "DeadlineError",
+    "DuplicateError", "FreedParameterError", "HyperparameterMismatchError", "IncompleteStepError", "InternalError",
+    "InvalidRequestError", "MissingTorchError", "NonFiniteError", "NotFoundError", "ReplicaLostError",
+    "RunDeletedError", "RunMismatchError", "ShardwellError", "StaleEpochError", "StepRestartedError", "StepStateError",
+    "TiedParameterError", "TlsError", "TooManyRequestsError", "UnauthenticatedError", "UnavailableError",
+    "UnitMismatchError", "UsageError", "VersionGoneError", "WorldError",
+]  # fmt: skip
 
 DOMAIN = "shardwell"
 """``ErrorInfo.domain`` of every error of this project."""
@@ -370,7 +345,8 @@ def import_on_use(package: str, names: Mapping[str, str]) -> tuple[Callable[[str
 
     def get(name: str) -> Any:
         if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            # Python finds a similar name in `dir` of the package, and asks whether it was meant.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
         module = import_with_torch(modules[name])
         value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)

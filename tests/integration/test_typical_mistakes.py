@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import shardwell
 import shardwell.testing
@@ -256,8 +256,50 @@ def optimizer_of_a_new_model(at: Script) -> None:
     at.optimizer.step()
 
 
-def loader(**options: Any) -> Any:
-    return DataLoader(SAMPLES, batch_size=2, **options)
+def loader(samples: Any = SAMPLES, batch_size: int = 2, **options: Any) -> Any:
+    return DataLoader(samples, batch_size=batch_size, **options)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(SAMPLES)
+
+
+def with_lr(value: Any) -> Callable[[Script], object]:
+    def mistake(at: Script) -> object:
+        at.optimizer.param_groups[0]["lr"] = value
+        return at.train()
+
+    return mistake
+
+
+def layer_after_the_first_step(at: Script) -> None:
+    at.train()
+    at.model.append(shardwell.fully_shard(nn.Linear(2, 2), at.session))
+
+
+def batches_left_early(at: Script) -> None:
+    with shardwell.join(run=f"{at.session.run}-2", world=shardwell.World(dp=2), min_trainers=1) as session:
+        at = Script(session)
+        for step in session.steps(1):
+            for batch in step.batches(make_batch):
+                at.model(batch).sum().backward()
+                break
+            at.optimizer.step()
+
+
+def closed_in_the_loop(at: Script) -> None:
+    at.each_step(lambda step: (at.compute(step), at.session.close()))
+
+
+def average_without_a_decay(at: Script) -> None:
+    at.train()
+    shardwell.full_state_dict(at.model, ema=True)
+
+
+def published_without_kept_versions(at: Script) -> None:
+    at.train()
+    at.session.publish("best")
 
 
 def batches(source: Any, **options: Any) -> Callable[[Script], object]:
@@ -321,6 +363,41 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         RunMismatchError,
         r"use the value of the run, or another run name$",
     ),
+    "join: a rank outside of the world": (
+        lambda at: shardwell.join(run="outside", global_rank=5),
+        shardwell.errors.WorldError,
+        r"expected 0 <= rank < 1$",
+    ),
+    "join: more trainers than ranks": (
+        lambda at: shardwell.join(run="many", world=shardwell.World(dp=2), min_trainers=5),
+        shardwell.errors.WorldError,
+        r"^min_trainers=5: expected 1 to 2, the size of World\(dp=2, ",
+    ),
+    "join: a world without ranks": (
+        lambda at: shardwell.World(dp=0),
+        shardwell.errors.WorldError,
+        r"^World\(dp=0\): expected an integer of at least 1$",
+    ),
+    "join: checkpoints without a folder": (
+        lambda at: shardwell.join(run="no-folder", checkpoint_every=2),
+        shardwell.errors.InvalidRequestError,
+        r"but the run has no folder for checkpoints: set checkpoint_dir$",
+    ),
+    "join: a dtype of torch": (
+        lambda at: UNTYPED.TransferOptions(push_dtype=torch.bfloat16),
+        UsageError,
+        r"^push_dtype=torch\.bfloat16: expected a text$",
+    ),
+    "join: an unknown dtype": (
+        lambda at: shardwell.TransferOptions(push_dtype="bf16"),
+        UsageError,
+        r"^push_dtype='bf16': expected one of float32, bfloat16, float16, ",
+    ),
+    "join: publish without kept versions": (
+        published_without_kept_versions,
+        shardwell.errors.CapacityError,
+        r"keeps 0 older versions: create a new run with join\(keep_versions=1\)$",
+    ),
     "attach: a run that does not exist": (
         lambda at: shardwell.attach(run="nosuch"),
         shardwell.NotFoundError,
@@ -377,6 +454,11 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         lambda at: UNTYPED.ModuleTypePolicy(nn.Linear),
         UsageError,
         r"expected classes of modules, such as ModuleTypePolicy\(\{Block\}\)$",
+    ),
+    "shard: classes as policy of auto_wrap": (
+        lambda at: UNTYPED.auto_wrap(make_model(), at.session, policy={nn.Linear}),
+        UsageError,
+        r"expected a policy such as SizePolicy\(min_num_params=1_000_000\), ModuleTypePolicy\(\{Block\}\), ",
     ),
     "shard: a strategy by name": (
         lambda at: UNTYPED.fully_shard(nn.Linear(2, 2), at.session, strategy="FULL_SHARD"),
@@ -546,6 +628,28 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         shardwell.NonFiniteError,
         r"to skip the step, call optimizer\.zero_grad\(\) on every trainer, then optimizer\.step\(\)$",
     ),
+    "optimizer: a tensor of rates": (
+        with_lr(torch.tensor([0.1, 0.2])),
+        UsageError,
+        r"^a parameter group of AdamW has lr=tensor\(\[0\.1000, 0\.2000\]\): expected a number$",
+    ),
+    "optimizer: no rate": (with_lr(None), UsageError, r"has lr=None: expected a number$"),
+    "optimizer: a text as rate": (with_lr("0.1"), UsageError, r"has lr='0\.1': expected a number$"),
+    "optimizer: a negative rate": (
+        with_lr(-1.0),
+        shardwell.errors.InvalidRequestError,
+        r"lr=-1\.0: expected at least 0$",
+    ),
+    "optimizer: an average without a decay": (
+        average_without_a_decay,
+        StepStateError,
+        r"has no moving average: set optimizer\.ema_decay before a step$",
+    ),
+    "optimizer: a decay above 1": (
+        lambda at: setattr(at.optimizer, "ema_decay", 2.0),
+        UsageError,
+        r"^ema_decay=2\.0: expected 0 to 1, or None$",
+    ),
     # ---- the loop ----
     "loop: a loader as number of steps": (
         lambda at: at.train(loader()),
@@ -553,6 +657,62 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         r"expected the number of all steps of the run, session\.steps\(1000\), or a DataLoader and all its epochs, "
         r"session\.steps\(loader, epochs=3\)$",
     ),
+    "loop: epochs of a stream": (
+        lambda at: at.session.steps(loader(Stream()), epochs=2).__next__(),
+        UsageError,
+        r"has no known number of steps: pass the number of all steps, session\.steps\(1000\)$",
+    ),
+    "loop: epochs of a number of steps": (
+        lambda at: at.session.steps(4, epochs=2).__next__(),
+        UsageError,
+        r"^steps\(4, epochs=2\): expected the number of all steps of the run, session\.steps\(1000\), or a DataLoader",
+    ),
+    "loop: epochs of a DistributedSampler": (
+        lambda at: at.session.steps(loader(sampler=DistributedSampler(SAMPLES, 1, 0)), epochs=1).__next__(),
+        UsageError,
+        r"Pass DataLoader\(dataset, batch_size=\.\.\., shuffle=True\), or your own choice of samples as a function ",
+    ),
+    "loop: an epoch without a step": (
+        lambda at: at.session.steps(loader(batch_size=16, drop_last=True), epochs=1).__next__(),
+        UsageError,
+        r"^the dataset has 8 samples; a step takes batch_size 16 x dp 1$",
+    ),
+    "loop: the epoch of a number of steps": (
+        lambda at: at.each_step(lambda step: step.ends_epoch),
+        UsageError,
+        r"use session\.steps\(loader, epochs=\.\.\.\), or divide step\.number by the number of steps of an epoch$",
+    ),
+    "loop: batches of the step only": (
+        batches(lambda step: torch.ones(2, 4)),
+        UsageError,
+        r"with \(step, dp_rank\): too many positional arguments$",
+    ),
+    "loop: batches without arguments": (
+        batches(lambda: torch.ones(2, 4)),
+        UsageError,
+        r"^step\.batches calls the function .* with \(step, dp_rank\): too many positional arguments$",
+    ),
+    "loop: an enumeration": (
+        batches(enumerate(SAMPLES)),
+        UsageError,
+        r"pass an iterable, whose __iter__ starts again, or a function dp_rank -> iterable$",
+    ),
+    "loop: batches that are left early": (
+        batches_left_early,
+        UsageError,
+        r"^step 0: the work of logical rank 1 was not computed: run `for batch in step\.batches\(\.\.\.\)` to its end ",
+    ),
+    "loop: a session that is closed": (
+        closed_in_the_loop,
+        StaleEpochError,
+        r"join again with shardwell\.join, and shard ",
+    ),
+    "loop: a layer after the first step": (
+        layer_after_the_first_step,
+        StepStateError,
+        r"declare every unit before the first step, under the same name in every trainer\.",
+    ),
+    "loop: track the model": (lambda at: at.session.track(model=at.model), UsageError, SAVE),
     "loop: no optimizer.step": (lambda at: [at.compute(step) for step in at.session.steps(1)], UsageError, NO_STEP),
     "loop: accumulation over steps": (accumulation_over_steps, UsageError, NO_STEP),
     "loop: torch's optimizer": (optimizer_of_torch_in_the_loop, UsageError, r"Use shardwell\.optim\.AdamW$"),

@@ -137,6 +137,9 @@ def test_local_cluster_and_errors_do_not_import_torch() -> None:
 def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'shardwell' has no attribute 'nonsense'"):
         shardwell.nonsense  # noqa: B018
+    typo = [sys.executable, "-c", "import shardwell; shardwell.fuly_shard"]
+    error = subprocess.run(typo, capture_output=True, text=True, timeout=60, check=False).stderr
+    assert "Did you mean: 'fully_shard'" in error
     with pytest.raises(AttributeError, match=r"module 'shardwell\.weights' has no attribute 'nonsense'"):
         shardwell.weights.nonsense  # noqa: B018
 

@@ -430,7 +430,12 @@ class ShardedOptimizer(Optimizer):
         sent = {}
         for each in OPTIMIZERS[self.algorithm].hyperparameters:
             value = group[each.argument or each.name]
-            sent[each.name] = float(value[each.index] if each.argument else value)
+            value = value[each.index] if each.argument else value
+            if not isinstance(value, SupportsFloat) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+                raise UsageError(
+                    f"a parameter group of {type(self).__name__} has {each.label}={value!r}: expected a number"
+                )
+            sent[each.name] = float(value)
         return sent
 
     def _check_bounds(self, settings: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -156,6 +157,12 @@ def batch_function(source: Any, options: BatchOptions, *, seed: int, dp: int) ->
                 "step.batches takes a function (step, dp_rank) -> batch, a DataLoader, or a dataset with "
                 f"batch_size=...; got {type(source).__name__} without batch_size"
             )
+        try:
+            signature(source).bind(0, 0)
+        except TypeError as error:
+            raise UsageError(f"step.batches calls the function {source!r} with (step, dp_rank): {error}") from None
+        except ValueError:
+            pass  # a builtin does not tell its arguments
         return source  # type: ignore[no-any-return]
     if not isinstance(source, Sized) or not hasattr(source, "__getitem__"):
         raise UsageError(
