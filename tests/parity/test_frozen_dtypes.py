@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import uuid
 from pathlib import Path
@@ -295,3 +296,64 @@ def test_failed_call_leaves_frozen_tensor_subclasses_as_they_were() -> None:
         Sharded(model, wrap_whole)
     assert [name for name, _ in model.named_parameters()] == names
     assert model[1][0].weight is weight and type(weight.codes) is torch.Tensor
+
+
+class HqqLike(nn.Module):
+    """A layer as HQQ's: frozen codes, their scales in a dict, and a state dict of its own that looks for None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(49, dtype=torch.uint8).view(7, 7), requires_grad=False)
+        self.meta = {"scale": torch.rand(7, 1), "zero": torch.full((7, 1), 24.0)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ ((self.codes - self.meta["zero"]) * self.meta["scale"])
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        assert None not in [self.codes, self.meta]
+        destination = {} if destination is None else destination
+        destination |= {prefix + key: value for key, value in {"codes": self.codes, **self.meta}.items()}
+        return destination
+
+
+class GptqLike(nn.Module):
+    """A layer as those of GPTQ and AWQ: eight 4-bit codes in each int32, in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.randint(-(2**31), 2**31, (7, 1), dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(7, 1, dtype=torch.float16))
+        self.register_buffer("shifts", torch.arange(0, 28, 4, dtype=torch.int32), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (((self.packed >> self.shifts) & 15) * self.scales).to(x.dtype)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a LoRA adapter."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(7, 2, bias=False), nn.Linear(2, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("kind", [HqqLike, GptqLike])
+def test_adapters_on_layers_of_quantization_libraries_train_and_are_reloaded(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Adapted(kind()) for _ in range(2)))
+    sharded = Sharded(copy.deepcopy(plain), wrap_children)
+    optimizer = fused_adamw([each for each in plain.parameters() if each.requires_grad])
+    for number in range(3):
+        losses = [_loss(each, number) for each in (plain, sharded.model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sharded.step()
+    state = sharded.state()
+    assert [*state] == [*plain.state_dict()]
+    assert all(_same_bytes(value, state[name]) for name, value in plain.state_dict().items())
