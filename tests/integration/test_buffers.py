@@ -278,6 +278,13 @@ def test_buffers_of_the_first_step_have_names_in_the_model(
         for state in (live, checkpoint.state_dict(), shardwell.full_state_dict(model)):
             assert {"0.low", "0.count"} < state.keys() and state["0.low"].tolist() == [-1.0] * 3
             assert state["0.count"].item() == 2
+    with join(cluster, f"{run_name}-other-units", dp=1, resume=checkpoint.url, rewrap=True) as session:
+        model = nn.Sequential(Counted(), nn.Linear(4, 2))
+        shardwell.auto_wrap(model, session, shardwell.NoWrapPolicy())
+        shardwell.optim.SGD(model.parameters(), lr=LR)
+        with pytest.raises(shardwell.UsageError, match="needs the units and the tensor and pipeline axes"):
+            for item in next(session.steps(3)).batches(lambda step, rank: torch.ones(1, 4)):
+                model(item).sum().backward()
 
 
 def test_sync_batch_norm_is_rejected_with_several_data_ranks(cluster: shardwell.LocalCluster, run_name: str) -> None:

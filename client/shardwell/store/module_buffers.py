@@ -57,7 +57,8 @@ _UNKNOWN = -1
 _KEEP_SHAPES = (
     "the forward may register a buffer, or give it another shape or dtype, in the first step of a run only. If the "
     "shape changes in later steps, register the buffer with persistent=False, or in its largest size. If the first "
-    "step does not use the module, run one forward of the model before the optimizer is made"
+    "step does not use the module, run one forward of the model before the optimizer is made. A run with such buffers "
+    "that continues from a checkpoint needs the units and the tensor and pipeline axes of the checkpoint"
 )
 
 _GAP_BYTES = 64 << 10
