@@ -91,10 +91,9 @@ def check_modules(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter
 
 
 def _refuse_foreign_parts(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raises for parts with parameters that are in torch's DDP or FSDP, or scripted or traced."""
+    """Raises for parts with parameters that are scripted, traced, or in torch's DDP or FSDP, compared by names."""
     ignored_ids = {id(parameter) for parameter in ignored}
     for name, part in module.named_modules():
-        # Compares names, so that neither DDP nor FSDP is imported here.
         torchs = {base.__name__ for base in type(part).__mro__ if base.__module__.startswith("torch.")}
         holds, is_scripted = torchs & _TORCHS_SHARDING, isinstance(part, torch.jit.ScriptModule)
         if not (holds or is_scripted) or all(id(parameter) in ignored_ids for parameter in part.parameters()):

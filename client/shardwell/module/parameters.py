@@ -309,9 +309,8 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 
 _GRAD: Any = torch.Tensor.grad
 _GET_GRAD, _SET_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
-_GRAD_ACCESS = frozenset([_GET_GRAD, _SET_GRAD, _DELETE_GRAD])
-
 _COMPARED = (torch.Tensor.__eq__, torch.Tensor.__ne__)
+_GRAD_ACCESS = frozenset([_GET_GRAD, _SET_GRAD, _DELETE_GRAD])
 
 _NEEDS_NO_VALUES: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _READABLE if hasattr(torch.Tensor, name)]

@@ -333,7 +333,10 @@ class ForwardBackward:
 
     def _moves_bytes(self) -> bool:
         """True if a gather of any unit moves bytes to this process: then it pays to start it before it is needed."""
-        return any(unit.shared is None for unit in self.units.values()) or self._store.fetches_in_place()
+        for unit in self.units.values():
+            if unit.shared is None:
+                return True
+        return self._store.fetches_in_place()
 
     def _prefetch(self, unit: Unit, phase: Phase) -> None:
         for following, displaced in self._policy.prefetches(unit, phase):

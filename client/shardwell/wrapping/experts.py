@@ -86,7 +86,6 @@ def split_experts(model: Model) -> Model:
         for parent in list(model.modules())
         if not isinstance(parent, SplitExperts)
         for name, module in parent.named_children()
-        # What Hugging Face's `use_experts_implementation` has decorated.
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate") and isinstance(_num_experts(module), int)
     ]
     if not found:
