@@ -77,19 +77,6 @@ def test_stop_ends_all_processes_and_removes_temporary_files() -> None:
     cluster.stop()
 
 
-@pytest.mark.long  # so does test_no_files_remain_when_owner_and_server_are_killed, of which one server is killed
-def test_servers_end_when_their_owner_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed owner cannot remove its files
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    ) as owner:
-        assert owner.stdout is not None
-        processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-        assert len(processes) == 3
-        owner.send_signal(signal.SIGKILL)
-        wait_gone(processes)
-
-
 def test_logs_and_state_stay_in_the_given_folders(tmp_path: Path) -> None:
     with shardwell.LocalCluster(num_shards=1, log_dir=tmp_path / "logs", state_dir=tmp_path / "state"):
         pass
@@ -162,13 +149,16 @@ def shm_folder_of(server: psutil.Process) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_files_remain_when_owner_and_server_are_killed(tmp_path: Path, number: signal.Signals) -> None:
+def test_no_process_and_no_file_remains_when_owner_and_server_are_killed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
     assert owner.stdout is not None
     servers = [psutil.Process(int(word)) for word in owner.stdout.readline().split()]
+    assert len(servers) == 3
     folders = [shm_folder_of(server) for server in servers[1:]]
     assert len(set(folders)) == 2
     assert os.listdir(tmp_path)
