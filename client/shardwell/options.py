@@ -19,7 +19,7 @@ from shardwell.module.strategy import BackwardPrefetch
 from shardwell.peers.node_group import BACKENDS
 from shardwell.transport.base import DIRECT, ROUTES
 from shardwell.transport.server_connection import TRANSPORT_NAMES, parse_transports
-from shardwell_wire.checkpoints.opening import absolute
+from shardwell_wire.checkpoints.storage import absolute
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.encoding.wire_dtypes import FEEDBACK_NAMES, GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.errors import InvalidRequestError, UsageError, WorldError

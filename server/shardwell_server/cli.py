@@ -30,11 +30,7 @@ To start a cluster manually, in three terminals (see also `docker compose up` an
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of the command.
-
-    Args:
-        only: The subcommand to include. None: all.
-    """
+    """Returns the parser of the command. ``only``: the subcommand to include. None: all."""
     parser = argparse.ArgumentParser(
         prog="shardwell-server",
         description="The servers of Shardwell.",

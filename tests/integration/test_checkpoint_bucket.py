@@ -14,9 +14,8 @@ import shardwell
 from shardwell.command.cli import main
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece
-from shardwell_wire.checkpoints.opening import check_writable, open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
-from shardwell_wire.checkpoints.storage import SPOOL_VARIABLE
+from shardwell_wire.checkpoints.storage import SPOOL_VARIABLE, check_writable, open_storage
 from shardwell_wire.errors import (
     AccessError,
     CapacityError,

@@ -14,7 +14,7 @@ import torch
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Part, Piece, checksum_of
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
-from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2

@@ -18,7 +18,7 @@ from shardwell_server.coordinator.servers.cluster import Server
 from shardwell_server.coordinator.servers.shard_client import REFUSED
 from shardwell_server.serving.rpc import Call, add_service
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan
-from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.connection.channel import SERVER_OPTIONS
 from shardwell_wire.errors import (
     CapacityError,

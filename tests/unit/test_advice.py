@@ -25,7 +25,7 @@ from shardwell.command import cli
 from shardwell.optimizers.sharded_optimizer import ShardedOptimizer
 from shardwell.options import JoinConfig, LauncherPlace, TransferOptions, WaitOptions
 from shardwell_server import cli as server_cli
-from shardwell_wire.checkpoints.opening import ROOT_OPTION
+from shardwell_wire.checkpoints.storage import ROOT_OPTION
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [

@@ -30,7 +30,7 @@ from shardwell.weights.dcp import METADATA_NAME, write_dcp
 from shardwell.weights.digest import pinned_digest
 from shardwell.weights.pinned_version import PinnedVersion, pinned_version
 from shardwell.weights.weight_files import Values, total_bytes, write_safetensors
-from shardwell_wire.checkpoints.opening import local_path
+from shardwell_wire.checkpoints.storage import local_path
 from shardwell_wire.errors import CapacityError, ShardwellError, UsageError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

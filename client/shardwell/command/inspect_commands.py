@@ -19,12 +19,15 @@ from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import (
     DEGRADED,
     UNREACHABLE,
+    Answer,
     Subparsers,
     add_command,
     add_coordinator_arguments,
+    add_output_arguments,
+    as_dict,
     open_coordinator,
+    show,
 )
-from shardwell.command.output import Answer, add_output_arguments, as_dict, show
 from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError
@@ -171,7 +174,6 @@ def peek(
 
     Args:
         request: The parameter, by its name in the model or in the run, and the values to read.
-        timeout_s: Deadline of each rpc.
 
     Returns:
         The pieces of the parameter in the order of their elements.

@@ -15,19 +15,21 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
 from shardwell.command.arguments import (
+    Answer,
     Subparsers,
     add_command,
     add_coordinator_arguments,
+    add_output_arguments,
     byte_columns,
     calling,
     progress,
     progress_bar,
+    show,
 )
-from shardwell.command.output import Answer, add_output_arguments, show
 from shardwell.tables import Listing, format_size
 from shardwell.transport.service_client import save_checkpoint
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
-from shardwell_wire.checkpoints.opening import absolute, local_path, open_storage
+from shardwell_wire.checkpoints.storage import absolute, local_path, open_storage
 from shardwell_wire.errors import NotFoundError, UsageError
 from shardwell_wire.v1 import coordinator_pb2
 

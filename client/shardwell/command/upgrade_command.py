@@ -97,9 +97,6 @@ def _upgrade(arguments: argparse.Namespace) -> int:
 class _Upgrade:
     """The servers of a cluster, before and while they are restarted.
 
-    Args:
-        arguments: The arguments of the command.
-
     Raises:
         ConflictError: Something is wrong with the cluster already.
         NotFoundError: A named server does not exist.

@@ -152,7 +152,6 @@ class ErrorFeedback:
     Args:
         wire_dtype: The dtype in which float32 gradients travel.
         buffers: Memory for encoded streams.
-        step: The step in flight.
     """
 
     def __init__(self, wire_dtype: WireDtype, buffers: BufferPool, step: int = 0) -> None:
@@ -231,12 +230,7 @@ class ErrorFeedback:
             residual.reset()
 
     def restart(self, step: int, *, keep: bool) -> None:
-        """Discards the residuals of this step's pushes.
-
-        Args:
-            step: The step in flight.
-            keep: Keep the residuals of earlier steps.
-        """
+        """Discards the residuals of this step's pushes. ``keep``: keep the residuals of earlier steps."""
         with self._lock:
             self._step = step
             if not keep:

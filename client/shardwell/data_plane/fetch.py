@@ -332,7 +332,6 @@ def wait_for_any(vector: SharedVector, check: Callable[[], None], recheck: Calla
         check: Raises if this trainer cannot continue.
         recheck: Starts to compare the shards with their owners. A trainer whose membership is over is not told of
             moves, and the segment of a former owner shows its last version for ever.
-        limit_s: How long to wait.
 
     Raises:
         DeadlineError: No version was complete in time.

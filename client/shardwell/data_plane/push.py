@@ -39,7 +39,6 @@ class UnitPush(Held):
 
     Args:
         excuse: See ``Pushes.push``.
-        size_bytes: Size of the gradients.
         when_pushed: Called when the push has ended.
         route: See ``Pushes.push``.
     """
@@ -384,7 +383,6 @@ class Pushes:
         Args:
             unit: See ``push``.
             header: See ``push``.
-            flats: Flat gradients by parameter index.
             excuse: See ``push``.
             release: The result of ``hold``.
         """

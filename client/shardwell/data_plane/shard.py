@@ -409,11 +409,7 @@ class RemoteShard:
         return self.server.locate(self.address, version, wait_limit_s=self._wire.wait_limit_s)
 
     def map(self, location: SegmentLocation, *, ask: Callable[[], None] = lambda: None) -> None:
-        """Maps the shard's segment, so that fetches copy from it.
-
-        Args:
-            ask: See ``SharedVector``.
-        """
+        """Maps the shard's segment, so that fetches copy from it. ``ask``: see ``SharedVector``."""
         self.address.window = SharedVector(self.address.layout.unit, [location], ask=ask)
 
     def await_version(self, version: int | None) -> int:

@@ -97,11 +97,7 @@ class TorchrunStore(CoordinatorStore):
 
 
 class CoordinatorBackend(RendezvousBackend):
-    """The state of one rendezvous. See Note: [Lost rendezvous state].
-
-    Args:
-        store: Holds the state.
-    """
+    """The state of one rendezvous. See Note: [Lost rendezvous state]. ``store``: holds the state."""
 
     def __init__(self, store: TorchrunStore) -> None:
         self._store = store

@@ -35,9 +35,6 @@ class RunNotices:
 
     Of notices with the same cause, the first is logged, and then one after every ``_REPEAT_S`` with the number of those
     before it.
-
-    Args:
-        clock: Returns the time in seconds.
     """
 
     def __init__(self, run: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -177,7 +174,6 @@ class Heartbeats:
     Args:
         membership: A request that names the membership. The reports are added to copies of it.
         reports: What to report.
-        lease_s: Duration of the lease.
         note_news: Called with each answer.
         end: Called in the thread with the error that ended the membership. No heartbeats follow.
         stop: Ends the thread when set.

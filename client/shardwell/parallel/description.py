@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shardwell.grid.parallel_plan import descriptions
-from shardwell.parallel.transformer import Layer, LayerKind
+from shardwell.parallel.outline import Layer, LayerKind
 from shardwell_wire.v1 import coordinator_pb2
 
 

@@ -25,18 +25,19 @@ from shardwell.grid.process_group import is_lost_peer, lost_peer_error
 from shardwell.module.fully_shard import Accumulation, ShardedModule
 from shardwell.monitor.step_times import StepPart
 from shardwell.parallel.description import ModelDescription, StageDescription, describe_model
-from shardwell.parallel.micro_batches import (
+from shardwell.parallel.outline import list_layers
+from shardwell.parallel.splitting import (
     SEQUENCE_DIM,
     KeywordNames,
+    StageExample,
     check_names,
     check_shapes,
     count_samples,
     detached,
     merge,
+    micro_batch_of,
     sends_parts,
 )
-from shardwell.parallel.splitting import StageExample, micro_batch_of
-from shardwell.parallel.transformer import list_layers
 from shardwell.seeds import derive_seed
 from shardwell.session.session import Session, session_of
 from shardwell_wire.errors import UsageError

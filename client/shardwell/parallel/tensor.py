@@ -34,7 +34,7 @@ from shardwell.parallel.description import (
     StageDescription,
     describe_model,
 )
-from shardwell.parallel.transformer import BlockParts, Layer, Transformer, analyse, list_layers
+from shardwell.parallel.outline import BlockParts, Layer, Transformer, analyse, list_layers
 from shardwell_wire.errors import UsageError
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from shardwell.module.new_units import GridPlace
 from shardwell.module.unit import Unit
 from shardwell.module.units import Units
 from shardwell.parallel.tensor import TensorParallelPlan
-from shardwell.planning.plan_model import Division
-from shardwell.planning.plan_options import PlanOptions
+from shardwell.planning.plan_model import Division, PlanOptions
 from shardwell.wrapping.auto_wrap import auto_wrap, choose_units
 from shardwell.wrapping.policies import MemoryOptions, WrapPolicy
 from shardwell_wire.encoding import value_deltas

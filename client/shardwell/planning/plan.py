@@ -20,8 +20,7 @@ from shardwell.module.strategy import ReplicaOptions, ShardingStrategy
 from shardwell.module.unit import Unit
 from shardwell.parallel.pipeline import micro_batches_in_flight
 from shardwell.planning.dry_run import DryRun, dry_run, wire_bytes
-from shardwell.planning.plan_model import Division, PlannedStage, divide, load
-from shardwell.planning.plan_options import DivisionOptions, PlanOptions
+from shardwell.planning.plan_model import Division, DivisionOptions, PlannedStage, PlanOptions, divide, load
 from shardwell.tables import division_tables, format_size, report_table
 from shardwell.wrapping.policies import WrapPolicy
 from shardwell_wire.errors import UsageError
@@ -274,7 +273,6 @@ def _activation_bytes(
     """Returns the peak of the activations of all stages and micro-batches; None: unknown.
 
     Args:
-        stages: The stages of a trainer.
         in_flight: Numbers of micro-batches with activations, by stage, at several moments of a step.
     """
     if options.activation_bytes is not None:
@@ -407,11 +405,7 @@ def to_tables(plan: Plan) -> RenderableType:
 
 
 def describe(plan: Plan, *, width: int = 160) -> str:
-    """Returns the tables as text.
-
-    Args:
-        width: Characters per line.
-    """
+    """Returns the tables as text. ``width``: characters per line."""
     console = Console(width=width, no_color=True, highlight=False)
     with console.capture() as capture:
         console.print(to_tables(plan))

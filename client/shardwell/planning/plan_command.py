@@ -15,7 +15,7 @@ from rich.console import Console
 from shardwell.module.strategy import BackwardPrefetch, ShardingStrategy
 from shardwell.parallel.pipeline import SCHEDULES
 from shardwell.planning.plan import plan_run, to_json, to_tables
-from shardwell.planning.plan_options import OPTIMIZER_CHOICES, DivisionOptions, PlanOptions
+from shardwell.planning.plan_model import OPTIMIZER_CHOICES, DivisionOptions, PlanOptions
 from shardwell.wrapping.policies import MemoryStrategy
 from shardwell_wire.encoding.wire_dtypes import GATHER_NAMES, PUSH_NAMES
 from shardwell_wire.model.layout import PARAMETER_ITEM_SIZES

@@ -18,7 +18,7 @@ from typing import Self
 
 from shardwell.find_credentials import PublishedCredentials
 from shardwell_wire import fault_points
-from shardwell_wire.checkpoints.opening import ROOT_VARIABLE
+from shardwell_wire.checkpoints.storage import ROOT_VARIABLE
 from shardwell_wire.errors import UnavailableError, UsageError
 from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, TemporaryFolder, remove_folders
 from shardwell_wire.host.shared_memory import open_file, opened

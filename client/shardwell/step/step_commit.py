@@ -48,7 +48,6 @@ class StepCommitter:
     """Calls the coordinator at the end of each step.
 
     Args:
-        membership: The membership of this trainer.
         allow_gradient_differences: Whether tensor-parallel ranks may have other gradients of what all of them hold.
 
     Attributes:

@@ -26,8 +26,8 @@ from shardwell.membership.membership import Membership
 from shardwell.store.item_pushes import ItemPushes
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece, residual_state
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint, pieces_of, read_elements
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.errors import ShardwellError
 from shardwell_wire.model.layout import Parameter, UnitLayout

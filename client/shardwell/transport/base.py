@@ -62,7 +62,6 @@ class Incoming:
         """Returns the memory for what the server sends.
 
         Args:
-            version: The version of the stream.
             deltas: From the header. None: the header has none.
 
         Raises:
@@ -273,7 +272,6 @@ class BatchAnswers:
     """Receives the answers to a batch of small fetches.
 
     Args:
-        peer: Address of the server, for errors.
         streams: The stream of each fetch, and its context, which ends when the fetch is done.
         counter: Counts the received bytes.
         arrived: See ``Arrived``.
@@ -419,11 +417,7 @@ class Transport(ABC):
 
 
 class StreamTransport(Transport):
-    """A transport that sends encoded streams over a connection.
-
-    Args:
-        counter: Counts the bytes.
-    """
+    """A transport that sends encoded streams over a connection. ``counter``: counts the bytes."""
 
     _WARM_UP_BYTES, _MEASURED_BYTES = 64 << 10, 1 << 20
 

@@ -270,7 +270,6 @@ class ServerConnection(ReachedServer):
 
         Args:
             version: Waits until the server has this version or a newer one. None: does not wait.
-            wait_limit_s: The longest wait.
         """
         if self.transports.shared is None:
             return None
@@ -422,7 +421,6 @@ class TransportSelector:
     the first stream transport that can be opened.
 
     Args:
-        client: Calls the server's rpcs.
         run: The run. The server must own a shard of it already.
         names: Names of the transports to try, in this order.
         check: Called when no transport can be opened; raises if the server is not to be used any more.
@@ -599,7 +597,6 @@ def _fetch_together(
     Shards that have not arrived when the function returns or raises must be fetched by themselves.
 
     Args:
-        transports: The transports to the server.
         reads: At least one shard of the server.
         arrived: See ``Arrived``. Shards that can be read at once arrive before those that wait for their versions.
 
@@ -633,7 +630,6 @@ def _push_together(
     """Sends parts in one message.
 
     Args:
-        transports: The transports to the server.
         prepared: The parts, in memory of the server or small enough for a message.
         corrupt: Counts the parts that arrived with a wrong checksum.
 

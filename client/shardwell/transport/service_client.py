@@ -162,7 +162,6 @@ class CallConnection:
     """One call connection, for one rpc at a time. Connects in the constructor.
 
     Args:
-        host: Host of the server.
         calls: What the server announced over gRPC.
 
     Raises:

@@ -73,8 +73,6 @@ class SocketConnection:
     Args:
         endpoint: Connects to the shard server.
         offer: Port and token of the session, and the encryption that the server requires.
-        peer: Name of the server in errors.
-        timeout_s: Deadline for connecting.
 
     Raises:
         UnavailableError: The port cannot be reached.
@@ -119,11 +117,7 @@ class SocketConnection:
     # ---- one request ----
 
     def request(self, what: str, timeout_s: float) -> SocketConnection:
-        """Starts a request, which ends with the ``with`` block of the result.
-
-        Args:
-            what: Names the request in errors.
-        """
+        """Starts a request, which ends with the ``with`` block of the result."""
         self._what, self._timeout_s, self._deadline = what, timeout_s, time.monotonic() + timeout_s
         self.is_idle = False
         """Whether no request is in flight: the next bytes in either direction start a frame of a new request."""

@@ -25,7 +25,7 @@ from shardwell_wire.checkpoints.manifest import (
     message_from_dict,
     message_to_dict,
 )
-from shardwell_wire.checkpoints.opening import open_storage
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter
 from shardwell_wire.model.optimizers import NO_GROUP, OPTIMIZERS, StateShape, StateTensor
@@ -46,7 +46,6 @@ def find_algorithm(groups: Iterable[Mapping[str, Any]], state_names: Collection[
 
     Args:
         groups: Parameter groups of a torch optimizer.
-        state_names: Names of its state tensors.
 
     Raises:
         UsageError: None or several fit.

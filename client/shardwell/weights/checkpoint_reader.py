@@ -19,8 +19,8 @@ import torch
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import AVERAGE, KEPT_GRADIENT, RESIDUAL, TRAINER_STATE, VALUES, Piece
 from shardwell_wire.checkpoints.manifest import Manifest
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError
 from shardwell_wire.model.layout import Parameter, by_any_name, shown_names
 

@@ -15,7 +15,6 @@ from urllib.parse import quote, unquote
 
 from shardwell_wire.checkpoints.format import FileRecord, checksum_of
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import (
     Checkpoint,
     StoredPiece,
@@ -24,7 +23,7 @@ from shardwell_wire.checkpoints.reading import (
     read_manifest,
     verify_piece,
 )
-from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.checkpoints.storage import Storage, open_storage
 from shardwell_wire.errors import AccessError, CorruptDataError, NotFoundError
 
 _FOLDER = re.compile(r"step-(\d{9,18})-([A-Za-z0-9]{1,64})")

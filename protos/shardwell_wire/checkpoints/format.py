@@ -99,7 +99,6 @@ def header_size(start: bytes, size_bytes: int, where: str) -> int:
 
     Args:
         start: The first 8 bytes of the file.
-        size_bytes: Size of the file.
 
     Raises:
         CorruptDataError: The header would be longer than the file or the format's limit.
@@ -425,7 +424,6 @@ class CheckpointFileWriter:
         """Writes a whole tensor.
 
         Args:
-            piece: A piece of the plan.
             data: Its bytes, as any contiguous buffer.
 
         Raises:

@@ -34,8 +34,7 @@ from shardwell_wire.checkpoints.format import (
     header_size,
 )
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
-from shardwell_wire.checkpoints.opening import open_storage
-from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.checkpoints.storage import Storage, open_storage
 from shardwell_wire.errors import CorruptDataError, NotFoundError, UnitMismatchError
 from shardwell_wire.model.layout import Parameter, common_runs, with_model_names
 

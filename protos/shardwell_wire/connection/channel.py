@@ -176,11 +176,7 @@ class _SecureChannel:
 
 
 class _SecureStub:
-    """A stub of a ``_SecureChannel``.
-
-    Args:
-        channel: Returns the channel for a new call.
-    """
+    """A stub of a ``_SecureChannel``. ``channel``: returns the channel for a new call."""
 
     def __init__(self, channel: Callable[[], Any], make: Callable[[Any], Any]) -> None:
         self._channel, self._make = channel, make
@@ -225,7 +221,6 @@ class FailoverChannel:
     change nothing. Calls do not wait for a connection (``wait_for_ready``), because another server may be reached.
 
     Args:
-        addresses: host:port of each server.
         channels: A channel to each of them.
     """
 

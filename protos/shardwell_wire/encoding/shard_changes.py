@@ -67,7 +67,6 @@ def encode(spans: Sequence[Span], base: Buffer, stream: Buffer, limit_bytes: int
     """Returns the changes from one stream of a shard to another one, in consecutive pieces.
 
     Args:
-        spans: The segments of the shard.
         base: The former stream.
         stream: The new stream, of the same size.
         limit_bytes: Largest useful size of the changes.
@@ -108,7 +107,6 @@ class ShardChanges:
         """Decodes changes.
 
         Args:
-            spans: The segments of the shard.
             changes: The encoded changes.
 
         Raises:

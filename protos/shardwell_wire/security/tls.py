@@ -340,7 +340,6 @@ def connection_error(error: grpc.RpcError, peer: str, address: str, tls: Tls | N
 
     Args:
         error: The error from gRPC.
-        address: host:port of the peer.
         tls: TLS of the channel. None: the channel is not encrypted.
     """
     found = from_rpc_error(error, peer)

@@ -272,7 +272,6 @@ class UpdateSender:
     """Sends the updates of committed steps, in the background.
 
     Args:
-        checkpoints: Saves checkpoints between two steps.
         promoter: Releases the copies of shards that have moved to other servers.
     """
 
@@ -390,8 +389,6 @@ class Committer:
     Args:
         items: Fences trainers that lost their work when the next step starts.
         promoter: Tells servers about shards that move to them with a commit.
-        preparer: Prepares steps.
-        updates: Sends the updates of committed steps.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ _DROP_RETRY_S = 2.0
 
 
 class Coordinator:
-    """Assigns ranks and shards, and commits steps. All methods run on one event loop.
-
-    Args:
-        calls: Performs rpcs to shard servers.
-    """
+    """Assigns ranks and shards, and commits steps. All methods run on one event loop."""
 
     def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
         self.state = state

@@ -16,11 +16,7 @@ _MAX_LOST = 100
 
 
 class KeptVersions:
-    """Which versions a run keeps besides the newest.
-
-    Args:
-        limit: ``RunSettings.keep_versions``.
-    """
+    """Which versions a run keeps besides the newest. ``limit``: ``RunSettings.keep_versions``."""
 
     def __init__(self, run: str, limit: int) -> None:
         self._run, self._limit = run, limit

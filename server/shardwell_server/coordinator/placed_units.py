@@ -14,11 +14,7 @@ from shardwell_wire.model.layout import Parameter, UnitLayout
 
 
 class Relocations:
-    """Relocations of a run's shards.
-
-    Args:
-        changes: Counts the changes of the run.
-    """
+    """Relocations of a run's shards. ``changes``: counts the changes of the run."""
 
     def __init__(self, units: DeclaredUnits, checkpoints: RunCheckpoints, changes: RunChanges) -> None:
         self._units, self._checkpoints, self._changes = units, checkpoints, changes
@@ -212,11 +208,7 @@ class Initializer:
 
 
 class DeclaredUnits:
-    """The units of a run, by index.
-
-    Args:
-        changes: Counts the changes of the run.
-    """
+    """The units of a run, by index. ``changes``: counts the changes of the run."""
 
     def __init__(self, run: str, changes: RunChanges) -> None:
         self._run, self._changes = run, changes

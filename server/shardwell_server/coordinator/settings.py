@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shardwell_wire.checkpoints.opening import CheckpointRoots
+from shardwell_wire.checkpoints.storage import CheckpointRoots
 from shardwell_wire.errors import InvalidRequestError, RunMismatchError, WorldError
 from shardwell_wire.model.topology import SYNCHRONOUS, Consistency, World, checked_groups
 from shardwell_wire.v1 import coordinator_pb2

@@ -116,11 +116,7 @@ class PageRpcs:
     """Checks the token of a caller. None: the cluster has no key, and every caller is admitted."""
 
     def routes(self, refusals: limits.Unproven) -> Iterator[Route]:
-        """Yields a route for each rpc.
-
-        Args:
-            refusals: Limits callers without a right.
-        """
+        """Yields a route for each rpc. ``refusals``: limits callers without a right."""
         unary = unary_rpcs(self.service, self.servicer, self.request_limits)
         streaming = streaming_rpcs(self.service, self.servicer, self.request_limits)
         for name in RPCS:

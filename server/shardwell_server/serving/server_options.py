@@ -17,7 +17,7 @@ from shardwell_server.serving.authentication import ALL_STANDARD
 from shardwell_server.serving.authorization import FORMER_FILES, MAX_FILE_BYTES
 from shardwell_server.serving.metrics import METRICS_PATH
 from shardwell_server.serving.process import Endpoint
-from shardwell_wire.checkpoints.opening import ROOT_OPTION, CheckpointRoots
+from shardwell_wire.checkpoints.storage import ROOT_OPTION, CheckpointRoots
 from shardwell_wire.errors import UsageError
 from shardwell_wire.host.variables import variables
 from shardwell_wire.security.credentials import NO_CREDENTIALS, Credentials, read_key_file
@@ -52,7 +52,6 @@ def add_option(
     """Adds an option with a variable.
 
     Args:
-        parser: The parser of a command.
         name: Such as ``--lease-s``, whose variable is ``SHARDWELL_LEASE_S``.
         what: Says what the option means.
         default: Value without the option and the variable.
@@ -225,7 +224,6 @@ def insecurity(host: str, credentials: Credentials, arguments: argparse.Namespac
 
     Args:
         arguments: Its options.
-        option: The option that names the host.
 
     Raises:
         UsageError: Something is missing, and ``--insecure`` is not given.

@@ -34,7 +34,7 @@ from shardwell_server.shard.transports.server_transport import ServerTransports,
 from shardwell_server.shard.transports.shm_transport import ShmTransport
 from shardwell_server.shard.transports.socket_transport import SocketTransport
 from shardwell_wire import fault_points
-from shardwell_wire.checkpoints.opening import CheckpointRoots
+from shardwell_wire.checkpoints.storage import CheckpointRoots
 from shardwell_wire.encoding import chunk_streams
 from shardwell_wire.errors import ConflictError, InvalidRequestError, NotFoundError
 from shardwell_wire.model.layout import UnitLayout

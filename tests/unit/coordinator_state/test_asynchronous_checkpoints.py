@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwell_server.coordinator.checkpoints import restoring
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.errors import RunMismatchError
 from shardwell_wire.model.topology import ASYNCHRONOUS, BOUNDED_STALENESS, SYNCHRONOUS, Consistency, World
 from shardwell_wire.v1 import coordinator_pb2

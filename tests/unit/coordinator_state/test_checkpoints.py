@@ -20,13 +20,12 @@ from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles
 from shardwell_server.coordinator.leases import trainer_leases
 from shardwell_server.coordinator.run_checkpoints import RunCheckpoints
 from shardwell_server.coordinator.storage.records import CheckpointRecord
-from shardwell_wire.checkpoints import opening
+from shardwell_wire.checkpoints import storage
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS
-from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import read_manifest
-from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.checkpoints.storage import CheckpointRoots, Storage
 from shardwell_wire.errors import InvalidRequestError, StaleEpochError, StepStateError
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2
@@ -126,8 +125,8 @@ async def test_a_trainer_that_joins_again_is_not_refused_for_a_folder_that_was_l
 def test_url_with_one_slash_is_no_local_folder() -> None:
     for url in ("s3:/bucket/x", "file:/x"):
         with pytest.raises(InvalidRequestError, match=rf"{url}.*two slashes"):
-            opening.absolute(url)
-    assert opening.absolute("/a:/b") == "/a:/b"
+            storage.absolute(url)
+    assert storage.absolute("/a:/b") == "/a:/b"
 
 
 @asynccontextmanager
@@ -175,7 +174,7 @@ def write_residual(url: str, trainer: Trainer, state: str) -> str:
     piece = Piece("u.0", state, 0, 4096, "float32", (4096,))
     plan = FilePlan([piece], [], run_id=trainer.run_id, step=1)
     name = f"residuals-{trainer.epoch}.safetensors"
-    writer = CheckpointFileWriter(opening.open_storage(url), "trainer", plan, name=name)
+    writer = CheckpointFileWriter(storage.open_storage(url), "trainer", plan, name=name)
     writer.write(piece, bytes(piece.size_bytes))
     return json.dumps(writer.finish().to_dict())
 
@@ -206,7 +205,7 @@ async def test_checkpoint_waits_for_the_residuals_of_live_trainers(tmp_path: Pat
         await b.leave()
         saved = await running.call("SaveCheckpoint", run="r", checkpoint_id=first.checkpoint_id, wait_s=5.0)
         assert saved.checkpoint.state == coordinator_pb2.CHECKPOINT_STATE_SAVED
-        manifest = read_manifest(opening.open_storage(first.url))
+        manifest = read_manifest(storage.open_storage(first.url))
         assert [file.name for file in manifest.files if file.server_id == "trainer"] == [
             f"residuals-{a.epoch}.safetensors"
         ]
@@ -275,7 +274,7 @@ async def test_file_with_other_tensors_than_residuals_is_left_out(tmp_path: Path
             await add_residuals(running, a, wanted, dp_ranks=[0], file_json="{}")
         await add_residuals(running, a, wanted, dp_ranks=[0, 1], file_json=write_residual(wanted.url, a, "values"))
         await running.call("SaveCheckpoint", run="r", checkpoint_id=wanted.checkpoint_id, wait_s=5.0)
-        assert len(read_manifest(opening.open_storage(wanted.url)).files) == 1
+        assert len(read_manifest(storage.open_storage(wanted.url)).files) == 1
         message = dict(running.events())["residuals_missing"]
         assert "data ranks [0, 1] (trainer 'a': its file has other tensors than the residuals" in message
 

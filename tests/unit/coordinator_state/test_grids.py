@@ -13,8 +13,8 @@ import torch
 from shardwell_server.coordinator.checkpoints.manifests import has_units_of
 from shardwell_wire.checkpoints.format import Piece
 from shardwell_wire.checkpoints.manifest import message_from_dict, message_to_dict
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import read_manifest
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,

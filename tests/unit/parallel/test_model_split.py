@@ -10,8 +10,8 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import plan_tensor_parallel, split_model
+from shardwell.parallel.outline import LayerKind
 from shardwell.parallel.splitting import balanced_starts, even_starts
-from shardwell.parallel.transformer import LayerKind
 from shardwell.wrapping.policies import BlockPolicy
 from shardwell_wire.errors import UsageError
 

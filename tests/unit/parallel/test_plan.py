@@ -20,7 +20,7 @@ from shardwell.module.unit import Unit
 from shardwell.planning.dry_run import wire_bytes
 from shardwell.planning.plan import Plan, TrainerPlan, assumptions, plan_run
 from shardwell.planning.plan_command import options_of, parse_bandwidth
-from shardwell.planning.plan_options import OPTIMIZER_CHOICES, PlanOptions
+from shardwell.planning.plan_model import OPTIMIZER_CHOICES, PlanOptions
 from shardwell.wrapping.policies import BlockPolicy, ModuleTypePolicy, NoWrapPolicy, SizePolicy
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter, UnitLayout

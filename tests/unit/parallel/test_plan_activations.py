@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwell.command.cli import main
 from shardwell.planning.plan import plan_run
-from shardwell.planning.plan_model import load, record_activations
-from shardwell.planning.plan_options import PlanOptions
+from shardwell.planning.plan_model import PlanOptions, load, record_activations
 from tests.support.module_parity import gpt
 
 HERE = "tests.unit.parallel.test_plan_activations"

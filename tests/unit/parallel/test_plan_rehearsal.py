@@ -20,8 +20,7 @@ from shardwell import (
 )
 from shardwell.memory.buffers import VectorMemory
 from shardwell.planning.dry_run import DryRun, dry_run
-from shardwell.planning.plan_model import divide, load
-from shardwell.planning.plan_options import DivisionOptions, PlanOptions
+from shardwell.planning.plan_model import DivisionOptions, PlanOptions, divide, load
 from tests.support.module_parity import LENGTH, VOCABULARY, Block, Sharded, gpt, gpt_loss
 from tests.support.strategies import commit
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from examples.gpt import GPT, GPTConfig
 from shardwell.parallel import plan_tensor_parallel
 from shardwell.parallel.description import ActivationShape, CollectivePhase
-from shardwell.parallel.transformer import LayerKind, list_layers
+from shardwell.parallel.outline import LayerKind, list_layers
 from shardwell_wire.errors import UsageError
 
 

@@ -11,8 +11,7 @@ import torch
 
 from shardwell_server.shard.memory.mapped_memory import SharedBuffer
 from shardwell_server.shard.restart.undo import ChangedRange, CopyPlan, UndoLog
-from shardwell_server.shard.state.joint_updates import JointUpdates
-from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.runs import HostedRun, JointUpdates
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.unit_shard import StepUpdate
 from shardwell_wire import fault_points

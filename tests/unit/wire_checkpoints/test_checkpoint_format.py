@@ -14,8 +14,8 @@ from safetensors import safe_open
 from shardwell_wire.checkpoints.folder import RunFolder, entries_below, folder_name, run_of
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece
 from shardwell_wire.checkpoints.manifest import Manifest
-from shardwell_wire.checkpoints.opening import open_storage
 from shardwell_wire.checkpoints.reading import Checkpoint, StoredPiece
+from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.errors import CapacityError, CorruptDataError, InvalidRequestError, NotFoundError
 from tests.support.checkpoints import RUN, as_bytes, rewrite_manifest, state_tensors, write_checkpoint
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwell_wire.checkpoints.opening import CheckpointRoots, absolute, check_writable
-from shardwell_wire.checkpoints.storage import LocalStorage
+from shardwell_wire.checkpoints.storage import CheckpointRoots, LocalStorage, absolute, check_writable
 from shardwell_wire.errors import AccessError, InvalidRequestError
 
 

@@ -39,9 +39,8 @@ from shardwell_wire.checkpoints.manifest import (
     message_from_dict,
     message_to_dict,
 )
-from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import require_same_tensor
-from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.checkpoints.storage import CheckpointRoots, Storage
 from shardwell_wire.errors import (
     ConflictError,
     CorruptDataError,
@@ -291,7 +290,6 @@ def for_units(
     """Returns commit records with the parameter groups and the order of other units of the same parameters.
 
     Args:
-        commits: Commit records of a checkpoint.
         former: Units of the checkpoint.
         layouts: Units of the run.
     """

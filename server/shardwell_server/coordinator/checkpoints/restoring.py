@@ -98,7 +98,6 @@ class RunRestorer:
     """Loads runs from checkpoints. See Note: [Loading a run].
 
     Args:
-        placer: Places units.
         trainers: Ends memberships, and fences former trainers.
     """
 
@@ -124,7 +123,6 @@ class RunRestorer:
         If the run does not exist and the trainer wants to resume, the run is loaded in the background.
 
         Args:
-            settings: The settings in the request.
             run_id: Id of the run for which the trainer's token is. Empty: the trainer may join any run.
 
         Raises:
@@ -386,7 +384,6 @@ class CheckpointChooser:
         """Returns the checkpoint from which to create a run. None: create it without one.
 
         Args:
-            settings: Settings that the trainer asks for.
             options: Options for checkpoints that the trainer asks for.
             resume: As in ``JoinRequest``.
             own_only: Whether the caller may read checkpoints of runs of this name only.

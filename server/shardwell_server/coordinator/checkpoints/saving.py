@@ -38,9 +38,8 @@ from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.folder import RunFolder, checkpoint_folder
 from shardwell_wire.checkpoints.format import FileRecord, residual_state
 from shardwell_wire.checkpoints.manifest import MANIFEST_NAME, Manifest
-from shardwell_wire.checkpoints.opening import check_writable
 from shardwell_wire.checkpoints.reading import read_index, read_manifest
-from shardwell_wire.checkpoints.storage import Storage
+from shardwell_wire.checkpoints.storage import Storage, check_writable
 from shardwell_wire.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -144,9 +143,6 @@ class CheckpointSaver:
 
         Call it before the run is created or changed. A folder that does not answer within ``_CHECK_LIMIT_S`` passes:
         ``check_directory`` then reports it.
-
-        Args:
-            config: The settings in the trainer's request.
 
         Returns:
             The folder, if it can be written. Empty: it was not checked, or did not answer in time.

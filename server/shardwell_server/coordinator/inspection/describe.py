@@ -348,7 +348,6 @@ async def describe_weights(
     Args:
         version: The version. None: the newest, or the one with the name.
         name: Name of a published version. Empty: none.
-        wait_s: Longest time to wait in seconds.
 
     Raises:
         DeadlineError: The version is not committed yet.

@@ -138,11 +138,7 @@ _OF_CHECKPOINT: tuple[tuple[str, str, Callable[[CheckpointRecord], float]], ...]
 def coordinator_metrics(
     runs: Mapping[str, Run], cluster: Cluster, events: EventLog, term: int, now: float
 ) -> Iterator[Metric]:
-    """Yields the metrics of a coordinator.
-
-    Args:
-        now: Clock time of the cluster.
-    """
+    """Yields the metrics of a coordinator."""
     yield gauge("shardwell_coordinator_term", "Number of starts of the coordinator with this state.", [(term,)])
     events_total = "Events since the start of the coordinator, as `shardwell events` shows them; run is empty for the "
     yield counter("shardwell_events_total", f"{events_total}cluster.", events.counts(runs), "run", "kind")

@@ -31,7 +31,6 @@ def explain_stall(run: Run, cluster: Cluster, now: float, min_servers: int) -> S
     """Explains what a run waits for at clock time ``now``. Sends no requests.
 
     Args:
-        now: Time of the coordinator's clock.
         min_servers: Servers for which a run waits before its first unit.
     """
     if (restore := run.checkpoints.restore) is not None:
@@ -98,7 +97,6 @@ def run_problems(run: Run, cluster: Cluster, now: float, missing_backups: int) -
     """Returns what is wrong with a run, one line each.
 
     Args:
-        now: Time of the coordinator's clock.
         missing_backups: Number of backups in sync that shards lack.
     """
     lines = [*map(str, availability_errors(run, cluster)), *_checkpoints(run)]

@@ -40,11 +40,7 @@ _MAX_PROBE_PAUSE_S = 1.0
 
 
 class ServerLeases:
-    """Leases of the shard servers.
-
-    Args:
-        calls: Performs the probes.
-    """
+    """Leases of the shard servers. ``calls``: performs the probes."""
 
     def __init__(self, state: CoordinatorState, calls: ShardCalls) -> None:
         self._state, self._calls = state, calls

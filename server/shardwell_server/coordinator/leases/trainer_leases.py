@@ -59,9 +59,6 @@ _RESTART_GRACE_S = RECONNECT_S + 1.0
 class TrainerLeases:
     """Leases of the trainers of every run.
 
-    Args:
-        servers: The shard servers, which fence former trainers.
-
     Attributes:
         items: Leases of the work items.
     """
@@ -385,7 +382,6 @@ class TrainerLeases:
         optimizer runs on the trainers, each expired trainer blocks the commit: its optimizer partitions are not staged.
 
         Args:
-            step: The step in flight.
             updates_on_trainers: True if the optimizer runs on the trainers.
         """
         if run.asynchronous or not (expired := run.members.expired):
@@ -420,11 +416,7 @@ class TrainerLeases:
 
 
 class ItemLeases:
-    """Leases of the work items of every run.
-
-    Args:
-        servers: The shard servers, which fence former trainers.
-    """
+    """Leases of the work items of every run."""
 
     def __init__(self, state: CoordinatorState, servers: ShardServers) -> None:
         self._state, self._servers = state, servers

@@ -261,11 +261,7 @@ def ranks_of_items(world: World) -> tuple[tuple[int, ...], ...]:
 
 
 def replicas_of(world: World, assigned: Mapping[int, str]) -> list[Replica]:
-    """Returns the replica that owns each dp rank, live or gone.
-
-    Args:
-        assigned: Owner of every global rank.
-    """
+    """Returns the replica that owns each dp rank, live or gone. ``assigned``: owner of every global rank."""
     return [tuple(assigned[rank] for rank in ranks) for ranks in ranks_of_items(world)]
 
 

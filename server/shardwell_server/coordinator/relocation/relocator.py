@@ -37,7 +37,6 @@ class Relocator:
     """Replaces lost primaries of every run. See Note: [Relocation].
 
     Args:
-        promoter: Tells servers about their new primaries.
         items: Fences former attempts.
         updates: Repeats the last update on servers of former copies that replace a primary.
         restorer: Takes a run back to a checkpoint if no copy can replace a shard.

@@ -452,7 +452,6 @@ def _step_of(run: Run, member: Member, number: int, item: coordinator_pb2.ItemNa
     """Returns a step in flight, or None if it is committed.
 
     Args:
-        member: The trainer that computes the item.
         number: Number of the step, which is the version that the item reads.
         item: In an asynchronous run: the item.
 

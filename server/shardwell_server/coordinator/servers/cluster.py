@@ -106,7 +106,6 @@ class Server:
         """True if the server relays for trainers of a machine. Only an attempt shows whether they share memory.
 
         Args:
-            host: Name of the trainer's host.
             process: Identity of the trainer's process.
         """
         if not (self.relays and self.live and self.reached) or self.leaving or self.suspected:
@@ -202,7 +201,6 @@ class Cluster:
     """All shard servers that have registered and were not forgotten.
 
     Args:
-        lease_s: Lease of a server in seconds.
         stored: Stored servers. They are unconfirmed until they send a request.
         last_epoch: Highest epoch of a forgotten server.
     """
@@ -252,7 +250,6 @@ class Cluster:
         """Returns the relay of a trainer, the same for all trainers of a run on a host. None: there is none.
 
         Args:
-            host: Name of the trainer's host.
             process: Identity of the trainer's process.
             refused: Ids of servers that the trainer could not use.
             used: Number of trainers of the run by the id of their relay. Gradients are added only where trainers have

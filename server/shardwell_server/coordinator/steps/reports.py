@@ -82,7 +82,6 @@ def check_reports(
     of twin items that have lost are skipped, too.
 
     Args:
-        step: The step in flight.
         layouts: Layouts of the run's units.
 
     Raises:
@@ -202,7 +201,6 @@ def _check_written_buffers(
     Only ranks with the same cp, tp and pp rank are compared: others may have other buffers.
 
     Args:
-        step: The step in flight.
         new: Checksums by unit and layout index, by newly finished rank.
         layouts: Layouts of the run's units.
 

@@ -89,7 +89,6 @@ def next_late_item(
     """Returns the item that will be late first or is late already, and the clock time at which it is late.
 
     Args:
-        step: The step in flight.
         members: The trainers of the run, by name.
         late_after_s: See ``WorkTimes.late_after_s``.
         updated_s: Clock time since which the servers have the step's version. None: not all of them have it.

@@ -66,7 +66,6 @@ class EtcdClient:
     and ConflictError if etcd refuses the call.
 
     Args:
-        addresses: host:port of the members.
         tls: TLS of the connections. None: they are not encrypted.
     """
 
@@ -236,7 +235,6 @@ def try_to_lead(etcd: EtcdClient, prefix: str, address: str, lease_s: int) -> Et
         etcd: The cluster.
         prefix: Start of all keys.
         address: host:port at which this process will serve.
-        lease_s: Duration of the lease in seconds.
 
     Returns:
         The store. None: another coordinator leads.
@@ -291,7 +289,6 @@ class EtcdStore(TableStore):
         leader: The leader's key, which this process has created.
         term: Term of this coordinator.
         ends_s: End of the lease by ``time.monotonic``.
-        lease_s: Duration of the lease in seconds.
     """
 
     def __init__(self, etcd: EtcdClient, prefix: str, leader: Any, term: int, ends_s: float, lease_s: float) -> None:

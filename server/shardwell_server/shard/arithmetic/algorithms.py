@@ -107,7 +107,6 @@ def lion(
     """Applies Lion (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023, Algorithm 2) in place.
 
     Args:
-        parameters: Parameters, or parts of parameters.
         exp_avgs: Their moments.
         lr: Size of every element's step.
         beta1: Coefficient of the moment for computing the step.

@@ -75,7 +75,6 @@ def reduce_shard(
 
     Args:
         terms: Gradients of each segment by ascending data rank. Empty: the segment has no gradient.
-        order: The run's order of additions.
         outs: Receive the results. None if no segment has more than one gradient, and there is one data rank.
         first_bytes: First byte of each segment in the flat vector.
         buffer: Memory that contains ``outs``.
@@ -371,7 +370,6 @@ def reduce_small(shards: Sequence[SmallReduction], order: SumOrder) -> list[Redu
 
     Args:
         shards: Shards with gradients of one dtype of 32 or 64 bits.
-        order: The run's order of additions.
     """
     found: list[Reduced | None] = []
     for some in _in_cache(shards):

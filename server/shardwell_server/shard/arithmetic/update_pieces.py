@@ -21,11 +21,7 @@ MAX_JOINT = 64
 
 
 class Changed:
-    """The memory that a piece changes, as ranges of consecutive bytes.
-
-    Args:
-        tensors: Contiguous tensors.
-    """
+    """The memory that a piece changes, as ranges of consecutive bytes. ``tensors``: contiguous tensors."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._tensors = list(tensors)  # keeps the memory

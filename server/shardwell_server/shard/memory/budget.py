@@ -366,7 +366,6 @@ class Memory:
 
         Args:
             quota: Quota of the shard's reservation. If it is used up, the call waits for unreserved memory.
-            wait_s: Seconds to wait.
 
         Raises:
             CapacityError: No memory became free in time, or the operating system has none.

@@ -249,7 +249,6 @@ class Sending:
         Args:
             size_bytes: Size of the message with its copies. A message larger than the limits is admitted when no other
                 message is counted.
-            wait_s: Seconds to wait for memory.
 
         Raises:
             CapacityError: No memory became free in time, or too many streams wait already.

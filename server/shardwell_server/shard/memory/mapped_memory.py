@@ -268,8 +268,6 @@ class SharedMemory:
         """Makes a new file of zeros.
 
         Args:
-            size_bytes: Size of the buffer.
-            what: Names the buffer in errors.
             suffix: End of the file's name, by which people recognise it.
 
         Raises:

@@ -148,12 +148,7 @@ def add_relay_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentPar
 
 
 def _add_process_options(parser: argparse.ArgumentParser, role: str, content: str) -> None:
-    """Adds what shard servers and relays have in common.
-
-    Args:
-        parser: The parser of a command.
-        content: What its memory is for.
-    """
+    """Adds what shard servers and relays have in common. ``content``: what its memory is for."""
     add_option(
         parser,
         "--coordinator",

@@ -399,7 +399,6 @@ async def drain(
 
     Args:
         ask: Calls ``DrainServer``, which starts the moves and reports the progress.
-        limit_s: Longest time to wait, in seconds.
         would_lose: Returns True if shards end with this process. It then waits for an absent coordinator, too.
 
     Returns:

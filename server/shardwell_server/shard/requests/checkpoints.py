@@ -33,8 +33,8 @@ from shardwell_server.shard.unit.portable_state import (
 from shardwell_server.shard.unit.unit_shard import UnitShard
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.format import CheckpointFileWriter, FilePlan, Piece
-from shardwell_wire.checkpoints.opening import CheckpointRoots
 from shardwell_wire.checkpoints.reading import Checkpoint
+from shardwell_wire.checkpoints.storage import CheckpointRoots
 from shardwell_wire.errors import (
     CorruptDataError,
     InternalError,

@@ -99,12 +99,7 @@ def check_state(shard: UnitShard, header: shard_pb2.StagePartitionHeader, what: 
 def compute_check_finite(
     shard: UnitShard, segments: Sequence[Segment], values: Sequence[torch.Tensor], what: str
 ) -> None:
-    """Raises NonFiniteError if new values have NaN or infinity.
-
-    Args:
-        values: Bytes of each segment. uint8.
-        what: Names the partition in errors.
-    """
+    """Raises NonFiniteError if new values have NaN or infinity. ``values``: bytes of each segment. uint8."""
     for segment, piece in zip(segments, values, strict=True):
         parameter = shard.layout.parameters[segment.parameter_index]
         dtype = getattr(torch, parameter.dtype)

@@ -6,8 +6,7 @@ from functools import cached_property, partial
 
 from shardwell_server.shard.memory.budget import IncomingBuffer
 from shardwell_server.shard.requests.client_streams import IncomingStream, ReceivedStream
-from shardwell_server.shard.state.joint_updates import reduce_shards
-from shardwell_server.shard.state.runs import HostedRun
+from shardwell_server.shard.state.runs import HostedRun, reduce_shards
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import ContributionMemory, Contributions
 from shardwell_server.shard.unit.unit_shard import UnitShard

@@ -248,7 +248,6 @@ class RelayedShard:
     Args:
         start_bytes: First byte of the shard in the flat vector.
         stop_bytes: End of the shard.
-        order: The run's order of additions.
     """
 
     def __init__(

@@ -11,8 +11,7 @@ from functools import partial
 from shardwell_server import optimizer_checks
 from shardwell_server.shard.requests.replication import Replicator, status_of
 from shardwell_server.shard.shard_spec import Role
-from shardwell_server.shard.state.joint_updates import reduce_shards
-from shardwell_server.shard.state.runs import HostedRun, PreparedStep
+from shardwell_server.shard.state.runs import HostedRun, PreparedStep, reduce_shards
 from shardwell_server.shard.unit.step_gradient import PushedBuffers
 from shardwell_server.shard.unit.unit_shard import StepUpdate, UnitShard
 from shardwell_wire import fault_points

@@ -233,7 +233,6 @@ async def _reading_averages(
     """Makes a snapshot of a shard with averages in place of values; yields its version and bytes.
 
     Args:
-        shard: A shard of the run.
         version: Version to read. None: the newest.
         wait_s: Seconds to wait for the version, and for memory.
 

@@ -212,7 +212,6 @@ class ShardFiles:
         """As ``save`` after an update, by a step word alone. ``can_save_update`` was True before the update.
 
         Args:
-            version: The new version.
             update_count: ``ShardOptimizer.update_count``.
         """
         if self._recorded is not None:

@@ -441,9 +441,6 @@ class ServingLease:
 
     The coordinator replaces a silent server only after a longer time, so two servers never serve one shard. A new lease
     has no limit, until it is renewed first.
-
-    Args:
-        clock: Monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -466,7 +463,6 @@ class ServingLease:
 
         Args:
             sent_s: Time at which the acknowledged heartbeat was sent. The coordinator received it later.
-            lease_s: Length of the lease.
         """
         former_s = self._expires_s if math.isfinite(self._expires_s) else -math.inf
         self._expires_s = max(former_s, sent_s + lease_s)

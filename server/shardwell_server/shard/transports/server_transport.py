@@ -93,7 +93,6 @@ def measurement_chunks(request: shard_pb2.MeasureTransportRequest, default_bytes
     """Yields the chunks of zeros that MeasureTransport sends.
 
     Args:
-        request: The trainer's request.
         default_bytes: Size of a chunk if the request does not set one.
 
     Raises:

@@ -41,11 +41,7 @@ PROOF_FILE_BYTES = 1 << 20
 
 
 class ShmTransport:
-    """A ``ServerTransport`` for trainers on this host. Used on the event loop.
-
-    Args:
-        shared: Shared memory for buffers.
-    """
+    """A ``ServerTransport`` for trainers on this host. Used on the event loop."""
 
     kind: ClassVar[int] = common_pb2.TRANSPORT_KIND_SHM
     name: ClassVar[str] = "shm"

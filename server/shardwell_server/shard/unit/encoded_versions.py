@@ -245,7 +245,6 @@ class DeltaChain:
         """Returns the deltas from a client's base to a version, with a reader.
 
         Args:
-            version: The wanted version.
             stream_bytes: Size of the whole stream.
 
         Returns:

@@ -171,7 +171,6 @@ class Partitions:
             segments: Segments that have new values.
             tensors: Descriptions of the state.
             share: Whether the state should be in shared memory if possible.
-            what: Names the partition in errors.
 
         Raises:
             CapacityError: There is no memory.
@@ -259,7 +258,6 @@ class SharedStagingBuffer:
     Note: [Buffers belong to one trainer] in ``shm_buffers.py``.
 
     Args:
-        what: Names the buffer in errors.
         bounds: Half-open range of the partition within the shard.
 
     Raises:
