@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwell
+from shardwell.data_plane.shard import RemoteUnit
+from shardwell.store.run_units import UnitDeclarations
+from shardwell_wire.model.layout import UnitLayout
 from tests.support.buffer_trainer import plain_state, state_hash
-from tests.support.cluster import cluster_fixture
+from tests.support.cluster import cluster_fixture, wait_until
 from tests.support.processes import TrainerProcess
 
 STEPS = 4
@@ -83,3 +90,39 @@ def test_writes_before_the_batches_survive_a_coordinator_restart(tmp_path: Path)
             cluster.restart_coordinator()
         results = [first.finish(), second.finish()]
     assert [result.get("sha256") for result in results] == [plain_hash(write=True)] * 2, results
+
+
+def test_shards_of_buffers_may_move_while_a_trainer_declares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection to a former process of their server is closed before the trainer's units contain the buffers."""
+    connect, units, run = UnitDeclarations._connect, list[RemoteUnit](), uuid.uuid4().hex
+
+    def train(address: str, steps: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        with shardwell.join(address, run=run) as session:
+            shardwell.auto_wrap(model, session)
+            optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+            for step in session.steps(steps):
+                for x in step.batches(lambda step, rank: torch.randn(4, 8)):
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return shardwell.full_state_dict(model)
+
+    with shardwell.LocalCluster(num_shards=1) as cluster:
+
+        def restart_server(self: UnitDeclarations, layout: UnitLayout, *arguments: Any) -> RemoteUnit:
+            unit = connect(self, layout, *arguments)
+            if layout.holds_buffers and not units:
+                units.append(unit)
+                former = next(shard.server for shard in unit.shards if shard.size_bytes)
+                server = next(each for each in cluster.shards if each.address == former.address)
+                server.restart(time.monotonic() + 60.0)
+                wait_until(former.closed.is_set, "the end of the connection to the former process")
+            return unit
+
+        before = train(cluster.address, 2)
+        monkeypatch.setattr(UnitDeclarations, "_connect", restart_server)
+        after = train(cluster.address, 2)
+        assert units and all(torch.equal(value, after[name]) for name, value in before.items())
+        assert train(cluster.address, 3)["1.num_batches_tracked"] == 3

@@ -208,7 +208,11 @@ class Fetches:
             return lambda: version
         self.stats.gather_count += 1
         self.stats.in_place_bytes += unit.layout.size_bytes
-        in_place = partial(wait_in_place, unit, version, self.stats)
+
+        def in_place() -> int:
+            wait_in_place(lambda: unit, version, self.stats)
+            return version
+
         if all(shard.cached is None for shard in unit.shards):
             return in_place
         cached = self._fetch_shards(unit, [partial(_await_version, shard, version) for shard in unit.shards])
@@ -282,12 +286,16 @@ _RECHECK_S = 1.0
 _FIRST_NEWEST_PAUSE_S, _LONGEST_NEWEST_PAUSE_S = 0.0005, 0.05
 
 
-def wait_in_place(unit: RemoteUnit, version: int, stats: TrafficStats) -> int:
-    """Waits until the memory of a unit shows a version; returns the version.
+def wait_in_place(find: Callable[[], RemoteUnit], version: int, stats: TrafficStats) -> SharedVector | None:
+    """Waits until the memory of a unit shows a version.
 
     Args:
-        unit: A unit with a vector.
+        find: Returns the unit as its shards lie now, which may have another vector after they have moved.
+        version: The version to wait for.
         stats: Counts the waiting time.
+
+    Returns:
+        The vector that shows the version. None: the unit is not in shared memory of this host.
 
     Raises:
         VersionGoneError: A later version has replaced it.
@@ -295,24 +303,25 @@ def wait_in_place(unit: RemoteUnit, version: int, stats: TrafficStats) -> int:
     """
     started = time.perf_counter()
     try:
-        return _poll(unit, version)
+        return _poll(find, version)
     finally:
         stats.add_gather_wait(started)
 
 
-def _poll(unit: RemoteUnit, version: int) -> int:
-    vector, shards = unit.vector, unit.shards
-    assert vector is not None
+def _poll(find: Callable[[], RemoteUnit], version: int) -> SharedVector | None:
+    vector = find().vector
     # An update takes milliseconds. An rpc that waits for it would cost almost as much processor time.
     started = time.perf_counter()
     deadline, pause_s = started + _POLL_LIMIT_S, _FIRST_PAUSE_S
-    while not vector.shows(version):
+    while vector is not None and not vector.shows(version):
         if time.perf_counter() > deadline:
             # A segment of a server that is gone shows its last version for ever, until the shard's move is known.
-            for shard in shards:
+            unit = find()
+            for shard in unit.shards:
                 shard.await_version(version)
                 shard.owner.policy.settle()
-            if time.perf_counter() - started > shards[0].wait_limit_s:
+            vector = find().vector
+            if time.perf_counter() - started > unit.shards[0].wait_limit_s:
                 raise DeadlineError(
                     f"version {version} of unit {unit.layout.unit!r} did not appear in shared memory, although its "
                     "servers have it",
@@ -321,7 +330,7 @@ def _poll(unit: RemoteUnit, version: int) -> int:
             deadline, pause_s = time.perf_counter() + _POLL_LIMIT_S, _FIRST_PAUSE_S
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    return version
+    return vector
 
 
 def wait_for_any(vector: SharedVector, check: Callable[[], None], recheck: Callable[[], None], limit_s: float) -> int:

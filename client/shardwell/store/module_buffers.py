@@ -282,6 +282,7 @@ class RemoteBuffers:
         pushes: Pushes values under work items.
         mappings: Maps shards of servers on this host.
         wire: Has no other dtypes: values travel in their stored dtypes.
+        note_declared: Called with each new unit, whose shards may have moved while it was declared.
     """
 
     def __init__(
@@ -291,8 +292,9 @@ class RemoteBuffers:
         pushes: ItemPushes,
         mappings: ShardMappings,
         wire: Wire,
+        note_declared: Callable[[RemoteUnit], None],
     ) -> None:
-        self._membership, self._declarations = membership, declarations
+        self._membership, self._declarations, self._note_declared = membership, declarations, note_declared
         self._pushes, self._mappings, self._wire = pushes, mappings, wire
         self.units: dict[int, RemoteUnit] = {}
         """The units by their index in the run."""
@@ -305,6 +307,7 @@ class RemoteBuffers:
         """
         unit = self._declarations.declare(layout, values, step, self._wire)
         self.units[unit.index] = self._mappings.map_stored(unit)
+        self._note_declared(unit)
         return unit.index
 
     def remap(self, unit: RemoteUnit, moved: Sequence[int], wait: bool) -> RemoteUnit:
@@ -338,15 +341,15 @@ class RemoteBuffers:
             VersionGoneError: A later version has replaced it.
         """
         self._membership.check()
-        unit = self.units[unit_index]
         present = [(index, target) for index, target in wanted if target.nbytes]
         if not present:
             return
-        if unit.vector is not None:
-            wait_in_place(unit, version, self._pushes.stats)
-            _copy_buffers(unit.layout, unit.vector.bytes, present)
+        vector = wait_in_place(lambda: self.units[unit_index], version, self._pushes.stats)
+        unit = self.units[unit_index]
+        if vector is not None:
+            _copy_buffers(unit.layout, vector.bytes, present)
             # The server may have begun the next version while the buffers were copied.
-            unit.vector.check(version)
+            vector.check(version)
             return
         flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
         ranges = list(_ranges(unit, sorted(index for index, _ in present)))

@@ -89,7 +89,9 @@ class RunStore:
         self._relay = HostRelay(membership, config)
         self._mappings = ShardMappings(membership, config, self._relay, self._deltas)
         self._buffer_wire = Wire(wait_limit_s=config.waits.wait_limit_s)
-        self.buffers = RemoteBuffers(membership, self._declarations, self.gradients, self._mappings, self._buffer_wire)
+        self.buffers = RemoteBuffers(
+            membership, self._declarations, self.gradients, self._mappings, self._buffer_wire, self._note_declared
+        )
         """Stores the run's buffers."""
         self._relocations = self.servers.relocations
         self._relay.when_found = self._relocations.recheck
