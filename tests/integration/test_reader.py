@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import threading
 import uuid
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardwell
+from shardwell.data_plane.shard import RemoteShard
 from shardwell.transport import server_connection
 from shardwell.weights import pinned_version
 from shardwell.weights import pinned_version as pinned_module
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.errors import (
+    ConflictError,
     DeadlineError,
     NotFoundError,
     RunDeletedError,
@@ -302,3 +305,23 @@ def test_only_run_of_a_cluster_needs_no_name() -> None:
                 pytest.raises(UsageError, match=r"has 2 runs: pass attach\(run=\), such as 'one', 'two'"),
             ):
                 shardwell.attach(cluster.address)
+
+
+def test_a_session_that_a_new_process_does_not_know_is_opened_again(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, fetch, failures = Training(cluster.address), RemoteShard.fetch, list[object]()
+
+    def reject_once(shard: RemoteShard, *arguments: Any, **options: Any) -> int:
+        if not failures:
+            failures.append(shard.server)
+            raise ConflictError("no shm session 'x' with this nonce is open on this server")
+        assert shard.server is not failures[0]
+        return fetch(shard, *arguments, **options)
+
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        monkeypatch.setattr(RemoteShard, "fetch", reject_once)
+        version, state = reader.read()
+        assert failures
+        training.wait_for(version)
+        assert all(torch.equal(value, training.states[version][name]) for name, value in state.items())

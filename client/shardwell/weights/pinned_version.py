@@ -35,6 +35,7 @@ from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.shard_changes import ShardChanges
 from shardwell_wire.encoding.wire_dtypes import AS_STORED, WireDtype
 from shardwell_wire.errors import (
+    ConflictError,
     DeadlineError,
     NotFoundError,
     RunDeletedError,
@@ -632,7 +633,9 @@ class RunConnections:
         """
         try:
             yield
-        except NotFoundError as error:
+        except (NotFoundError, ConflictError) as error:
+            if isinstance(error, ConflictError) and type(error) is not ConflictError:
+                raise  # otherwise a new process at the address does not know the session
             self._forget(_server_key(shard))
             raise UnavailableError(
                 f"{shard.server_id} at {shard.address} was restarted, or has given its shards to another server: "
