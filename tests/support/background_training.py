@@ -15,6 +15,13 @@ import shardwell
 from tests.support.cluster import wait_until
 
 
+class FirstStates(dict[int, dict[str, torch.Tensor]]):
+    """The first state of each version: a repeated step begins with buffers that the lost attempt has changed."""
+
+    def __setitem__(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        self.setdefault(version, state)
+
+
 class BackgroundTraining:
     """Trains in a thread, and records the whole state before every step.
 
