@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from importlib.metadata import version as installed_version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwell
 from shardwell.command.cli import main
 from shardwell.command.upgrade_command import new_problems
 from shardwell.processes import local_cluster
 from shardwell.processes.local_cluster import ServerProcess
+from shardwell_wire.errors import UnavailableError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support import next_version
-from tests.support.cluster import wait_until
+from tests.support.background_training import BackgroundTraining, FirstStates
+from tests.support.cluster import events, wait_in_sync, wait_until
 from tests.support.forked_servers import ForkedProcess
 from tests.support.long_run import LongRun
+
+KEPT = 3
 
 
 def start_next_version(server: ServerProcess) -> ForkedProcess:
@@ -44,7 +54,7 @@ def test_a_run_goes_on_while_all_servers_are_replaced_by_the_next_version(
         options = ["--restart-command", command, "--coordinator-command", command, "--address", cluster.address]
         assert main(["upgrade", *options, "--timeout", "90"]) == 0
         printed = capsys.readouterr().out
-        own, new = version("shardwell"), next_version.VERSION
+        own, new = installed_version("shardwell"), next_version.VERSION
         assert f"shard-0: version {own} -> {new}, in sync after" in printed
         assert f"coordinator: version {own} -> {new}, term 2" in printed
         assert [server.ends for server in servers] == [[0], [0], [0]]
@@ -96,3 +106,118 @@ def test_a_problem_that_takes_the_place_of_another_one_is_new() -> None:
     assert new_problems(cluster(backups=3), before) == ["3 backups are missing"]
     silent = [cluster(f"server 'shard-1' has sent no heartbeat for {silent_s} s") for silent_s in (1.5, 20)]
     assert new_problems(silent[1], silent[0]) == []
+
+
+class FollowedModel(nn.Module):
+    """A model with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave, self.norm = nn.Linear(120, 120), nn.Linear(120, 120), nn.BatchNorm1d(120)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.norm(self.enter(x)))
+
+
+class FollowedTraining(BackgroundTraining):
+    """A run of a model with statistics, whose states are recorded when a step begins for the first time."""
+
+    model, units, width = FollowedModel, {nn.BatchNorm1d}, 120
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.states = FirstStates()
+
+
+class Follower:
+    """A thread that reads the newest, a published and an older version in turn, and patches tensors between them.
+
+    Args:
+        address: Address of the coordinator.
+        run: Name of the run.
+    """
+
+    def __init__(self, address: str, run: str) -> None:
+        self._reader, self._stop = shardwell.attach(address, run, timeout_s=90.0), threading.Event()
+        self.read: list[tuple[int, str]] = []
+        """Versions and their digests."""
+        self.patched: list[tuple[int, str]] = []
+        """In the same way, of tensors that were brought to a version by its changes."""
+        self._thread = ThreadPoolExecutor(1)
+        self._running = self._thread.submit(self._follow)
+
+    def _follow(self) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        known = -1
+        while not self._stop.is_set():
+            version, state = self._reader.read("eval")  # must never fail: it is promised
+            self.read.append((version, shardwell.weights_digest(state)))
+            newest, state = self._reader.read()
+            self.read.append((newest, shardwell.weights_digest(state)))
+            with suppress(VersionGoneError, UnavailableError), self._reader.pin() as pinned:
+                if known >= 0:
+                    pinned.patch(tensors, since=known)
+                    self.patched.append((pinned.version, shardwell.weights_digest(tensors)))
+                else:
+                    tensors = dict(pinned.values())
+                known = pinned.version
+                continue
+            tensors, known = state, newest
+
+    def finish(self) -> None:
+        """Ends the thread; raises what it has raised."""
+        self._stop.set()
+        with self._reader, self._thread:
+            self._running.result(120.0)
+
+
+@pytest.mark.parametrize(
+    "number, backups",
+    [
+        ("INT", 0),
+        pytest.param("INT", 1, marks=pytest.mark.long),
+        pytest.param("TERM", 0, marks=pytest.mark.long),
+        pytest.param("TERM", 1, marks=pytest.mark.long),
+    ],
+)
+def test_published_and_kept_versions_are_read_while_all_servers_are_replaced(
+    number: str, backups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096) as cluster:
+        address = ["--address", cluster.address]
+        training = FollowedTraining(cluster.address, keep_versions=KEPT, backups=backups)
+        with training.in_background(), ExitStack() as stack:
+            if backups:
+                wait_in_sync(cluster.address, training.run)
+            training.wait_for(training.step + KEPT)
+            published = training.pause()
+            assert main(["publish", training.run, "eval", *address]) == 0
+            training.resume()
+            follower = Follower(cluster.address, training.run)
+            stack.callback(follower.finish)
+            wait_until(lambda: len(follower.read) > 1, "the first reads", timeout_s=60.0)
+            for server in (cluster.coordinator, *cluster.shards):
+                (tmp_path / f"{server.name}.pid").write_text(str(server.pid))
+            cluster.coordinator.keep_running(60.0)
+            monkeypatch.setattr(ServerProcess, "_start", start_next_version)
+            command = f"kill -{number} $(cat {tmp_path}/{{server}}.pid)"
+            options = ["--restart-command", command, "--coordinator-command", command, "--timeout", "120"]
+            before = len(follower.read)
+            assert main(["upgrade", *options, *address]) == 0
+            during = follower.read[before:]
+            newest = training.step
+            training.wait_for(newest + KEPT + 1)
+            paused = training.pause()
+            count = len(follower.read)
+            wait_until(lambda: len(follower.read) > count + 4, "reads after the upgrade", timeout_s=60.0)
+            with shardwell.attach(cluster.address, training.run) as late:
+                for version in (published, *range(paused - KEPT + 1, paused + 1)):
+                    assert late.digest(version) == shardwell.weights_digest(training.states[version]), version
+                assert late.digest("eval") == shardwell.weights_digest(training.states[published])
+            stack.close()
+            training.resume()
+        assert not [event for event in events(cluster.address, training.run) if event.kind == "versions_lost"]
+    assert len(during) > 2 and {version for version, _ in during} > {published}, "readers went on during the upgrade"
+    for version, digest in follower.read + follower.patched:
+        assert digest == shardwell.weights_digest(training.states[version]), version
+    assert follower.patched
