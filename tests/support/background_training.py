@@ -92,4 +92,4 @@ class BackgroundTraining:
         assert not self._failures and not self._thread.is_alive(), self._failures
 
     def wait_for(self, step: int) -> None:
-        wait_until(lambda: self.step >= step or bool(self._failures), f"step {step}")
+        wait_until(lambda: self.step >= step or bool(self._failures), f"step {step}", timeout_s=60.0)
