@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import shardwell
-from benchmarks import report
+from benchmarks import readers_network, report
 from benchmarks.report import Report, ratio, spread, summarize
 from benchmarks.sampling import cpu_seconds, wait_until_quiet
 from shardwell_wire.errors import DeadlineError
@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.reader:
         read(arguments)
         return
+    if arguments.network:
+        readers_network.measure(arguments)
+        return
     torch.set_num_threads(1)
     with shardwell.LocalCluster(num_shards=2) as cluster, ExitStack() as stack:
         session = stack.enter_context(shardwell.join(cluster.address, run=RUN))
@@ -74,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             cpu[phase]["trainer"] += cpu_seconds([os.getpid()]) - before[0]
             cpu[phase]["servers"] += cpu_seconds(servers) - before[1]
 
-        copies = measure_read(cluster.address, arguments.reads)
+        copies = measure_read(cluster.address, arguments.reads) | measure_pause(cluster.address, arguments)
         while len(together) < arguments.rounds * arguments.steps or sum(map(count, readers)) < arguments.gathers:
             with counted("alone"):
                 alone += trainer.train(arguments.steps)
@@ -95,7 +98,7 @@ def measure_read(address: str, rounds: int) -> dict[str, list[float]]:
         Seconds of each round: until the version is pinned, of a read of all units into fresh memory with it, and of a
         copy of the same bytes into fresh memory.
     """
-    seconds: dict[str, list[float]] = {"pin": [], "pin and read": [], "copy": []}
+    seconds: dict[str, list[float]] = {"pin": [], "pin and read": [], "copy to fresh memory": []}
     with shardwell.attach(address, run=RUN) as source:
         for number in range(rounds + 1):
             started = time.perf_counter()
@@ -111,6 +114,35 @@ def measure_read(address: str, rounds: int) -> dict[str, list[float]]:
                 seconds[name] += [value] if number else []  # the first read opens the connections
             del read, copies
     return seconds
+
+
+def measure_pause(address: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Measures how long an engine of this host may not use its model while a new version is loaded.
+
+    Returns:
+        Seconds of each round: of ``follow``, of its part in which the model is written, and of a copy of the same bytes
+        between the same tensors.
+    """
+    seconds: dict[str, list[float]] = {"follow": [], "pause": [], "copy within the process": []}
+    model, other = (Model(arguments.units, arguments.unit_kilobytes << 10) for _ in range(2))
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        seconds["pause"].append(time.perf_counter() - started)
+
+    for _ in range(arguments.reads + 1):
+        with shardwell.attach(address, run=RUN) as source:  # which reads everything
+            started = time.perf_counter()
+            source.follow(model, writing=paused())
+            seconds["follow"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        with torch.no_grad():
+            for target, value in zip(other.parameters(), model.parameters(), strict=True):
+                target.copy_(value)
+        seconds["copy within the process"].append(time.perf_counter() - started)
+    return {name: values[1:] for name, values in seconds.items()}  # the first round touches the memory
 
 
 class Trainer:
@@ -235,7 +267,7 @@ def write_report(
         )
     ]
     table = report.to_table(["", "ms per step", "ratio", "CPU ms per step: trainer", "servers"], rows)
-    size = f"{arguments.units * arguments.unit_kilobytes / 1024:.0f} MiB in fresh memory"
+    size = f"{arguments.units * arguments.unit_kilobytes / 1024:.0f} MiB"
     reads = [[name, spread(summarize(seconds).scaled(1000), ".1f")] for name, seconds in copies.items()]
     Report(arguments, title="Readers of a run that trains").write(
         results={
@@ -266,6 +298,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="phases of each kind, at least")
     parser.add_argument("--gathers", type=int, default=0, help="gathers of all readers together, at least")
     parser.add_argument("--reader", metavar="ADDRESS", help=argparse.SUPPRESS)
+    readers_network.add_arguments(parser)
     report.add_arguments(parser, name="readers")
     return parser.parse_args(argv)
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -657,11 +657,15 @@ def test_steps_go_over_call_connections(monkeypatch: pytest.MonkeyPatch, breaks:
     with (
         shardwell.testing.in_process_cluster(2) as address,
         shardwell.join(address, run="calls", world=shardwell.World(dp=1)) as session,
+        ExitStack() as stack,
     ):
         shardwell.fully_shard(model, session)
         optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
         until(lambda: all(server._connections for server in servers))
+        reader = stack.enter_context(shardwell.attach(address, run="calls"))
+        until(lambda: reader._coordinator._calls.idle is not None)
         for step in session.steps(20):
+            assert reader.version == step.number
             if breaks and step.number % 3 == 1:
                 for server in servers:
                     for connection in list(server._connections):
@@ -675,8 +679,9 @@ def test_steps_go_over_call_connections(monkeypatch: pytest.MonkeyPatch, breaks:
             plain.zero_grad()
         final = shardwell.full_state_dict(model)
     assert all(torch.equal(value, final[name]) for name, value in reference.state_dict().items())
-    expected = {"FinishWork", "CommitStep"} | (set() if breaks else {"PrepareStep", "Update"})
+    expected = {"FinishWork", "CommitStep", "DescribeWeights"} | (set() if breaks else {"PrepareStep", "Update"})
     assert expected <= set(paths)
     if not breaks:
         assert paths.count("CommitStep") == 20
         assert paths.count("Update") == 20
+        assert paths.count("DescribeWeights") >= 20

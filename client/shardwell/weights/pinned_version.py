@@ -468,6 +468,7 @@ def describe_weights(
     name: str = "",
     wait_s: float = 0.0,
     reader: coordinator_pb2.ReaderReport | None = None,
+    without_units: bool = False,
 ) -> coordinator_pb2.DescribeWeightsResponse:
     """Describes a version, the published version of a name, or the newest. Repeats the request for ``wait_s`` seconds.
 
@@ -480,7 +481,12 @@ def describe_weights(
     while True:
         left_s = max(0.0, give_up - time.monotonic())
         request = coordinator_pb2.DescribeWeightsRequest(
-            run=run, version=version, published_name=name, wait_s=left_s, reader=reader
+            run=run,
+            version=version,
+            published_name=name,
+            wait_s=left_s,
+            reader=reader,
+            without_units=without_units,
         )
         try:
             answer: coordinator_pb2.DescribeWeightsResponse = coordinator.call(

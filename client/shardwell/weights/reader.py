@@ -35,7 +35,7 @@ from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableErro
 from shardwell_wire.host.variables import variables
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.security.tls import TlsOptions
-from shardwell_wire.v1 import coordinator_pb2
+from shardwell_wire.v1 import common_pb2, coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,11 @@ class Reader:
             reader_id=uuid.uuid4().hex, name=name or f"{host}:{os.getpid()}", host=host, hold_s=hold_s
         )
         """What the coordinator is told with each request."""
-        newest = describe_weights(coordinator, run, reader=self._report)
-        self.run_id = newest.run_id
+        self._calls = common_pb2.CallPort()
+        """Where the coordinator takes calls beside gRPC."""
+        self.run_id = self._describe().run_id
         self._connections = RunConnections(
-            RunIdentity(run, newest.run_id),
+            RunIdentity(run, self.run_id),
             coordinator.credentials,
             gather_dtype=GATHER_NAMES[gather_dtype],
             delta_cache_bytes=delta_cache_bytes,
@@ -104,8 +105,14 @@ class Reader:
         return run.version, f"{run.run_id}-{run.rollback_count}"
 
     def _describe(self, version: int | None = None, wait_s: float = 0.0) -> coordinator_pb2.DescribeWeightsResponse:
-        self._report.received_bytes = int(self._connections.stats()["received_bytes"])
-        return describe_weights(self._coordinator, self.run, version=version, wait_s=wait_s, reader=self._report)
+        """Describes a version without its units, and tells the coordinator what this reader has read."""
+        found = describe_weights(
+            self._coordinator, self.run, version=version, wait_s=wait_s, reader=self._report, without_units=True
+        )
+        if found.calls != self._calls:  # as at first, or after the coordinator has restarted
+            self._calls = found.calls
+            self._coordinator.use_calls(self._calls)
+        return found
 
     def stats(self) -> dict[str, float]:
         """Returns what this reader has received over sockets and gRPC.
@@ -165,6 +172,7 @@ class Reader:
                 yield pinned
             finally:
                 self._connections.note_read(pinned.version, pinned.rollback_count)
+                self._report.received_bytes = int(self._connections.stats()["received_bytes"])
             self._report.version = pinned.version
         if self._report.hold_s:
             with suppress(ShardwellError):  # otherwise the run learns it from the next request
@@ -292,7 +300,7 @@ class Reader:
         if (rollback_count, followed_names) != (pinned.rollback_count, names):
             return -1
         # A rollback between the description of the run and the pins has made the pinned version anew.
-        newest = describe_weights(self._coordinator, self.run)
+        newest = describe_weights(self._coordinator, self.run, without_units=True)
         return version if newest.rollback_count == rollback_count else -1
 
     def close(self) -> None:

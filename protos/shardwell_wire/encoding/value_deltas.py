@@ -185,18 +185,18 @@ def _encode_group(before: _Words, after: _Words, item_words: int) -> Iterator[by
         after: The new values.
         item_words: See ``encode_changes``. 0: encodes a delta.
     """
-    differences = after - before
-    changed = differences != 0
+    changed = before != after
     if item_words > 1:
         changed = np.repeat(changed.reshape(-1, item_words).any(axis=1), item_words)
     changed = changed.reshape(-1, BLOCK_NUMEL)
-    counts = _counts(changed)
-    if not counts.any():
-        yield bytes(len(counts))
-        return
     # numpy selects values by places several times as fast as by flags.
     places = np.flatnonzero(changed)
-    found = differences[places]
+    if not len(places):
+        yield bytes(len(changed))
+        return
+    is_sparse = len(places) < len(after) // 16
+    counts = np.bincount(places >> 8, minlength=len(changed)) if is_sparse else _counts(changed)
+    found = after[places] - before[places] if is_sparse else (after - before)[places]
     escaped = np.arange(len(found)) if item_words else np.flatnonzero(_is_large(found))
     table = _table(counts, np.bincount(places[escaped] >> 8, minlength=len(counts)))
     yield table.tobytes()
@@ -206,7 +206,7 @@ def _encode_group(before: _Words, after: _Words, item_words: int) -> Iterator[by
     if table.max() > _MASK:
         changed[table == _ALL], changed[table == _NEW] = True, False
         places = np.flatnonzero(changed)
-        found = differences[places]
+        found = after[places] - before[places]
         escaped = np.arange(len(found)) if item_words else np.flatnonzero(_is_large(found))
     if not item_words:
         small = found.astype(np.uint8)

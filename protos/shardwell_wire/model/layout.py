@@ -517,6 +517,12 @@ class UnitLayout:
         return [segment for segment in self.segments(start_bytes, stop_bytes) if segment.parameter_index in wanted]
 
     def to_proto(self) -> common_pb2.UnitSpec:
+        copied = common_pb2.UnitSpec()
+        copied.CopyFrom(self._proto)
+        return copied
+
+    @cached_property
+    def _proto(self) -> common_pb2.UnitSpec:
         return common_pb2.UnitSpec(
             name=self.unit,
             parameters=[

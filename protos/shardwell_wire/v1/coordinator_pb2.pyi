@@ -4219,6 +4219,7 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
     PUBLISHED_NAME_FIELD_NUMBER: builtins.int
     READER_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
+    WITHOUT_UNITS_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     version: builtins.int
@@ -4227,6 +4228,8 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
     """Name under which the version to describe is published. Empty: none."""
     wait_s: builtins.float
     """Longest time to wait for the version to be committed, in seconds. 0: do not wait."""
+    without_units: builtins.bool
+    """Leaves out `units`, which are most of the response."""
     @property
     def reader(self) -> global___ReaderReport:
         """The reader that asks. Unset: none, such as a command."""
@@ -4239,9 +4242,10 @@ class DescribeWeightsRequest(google.protobuf.message.Message):
         published_name: builtins.str = ...,
         reader: global___ReaderReport | None = ...,
         wait_s: builtins.float = ...,
+        without_units: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_version", b"_version", "reader", b"reader", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_version", b"_version", "published_name", b"published_name", "reader", b"reader", "run", b"run", "version", b"version", "wait_s", b"wait_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "published_name", b"published_name", "reader", b"reader", "run", b"run", "version", b"version", "wait_s", b"wait_s", "without_units", b"without_units"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
 
 global___DescribeWeightsRequest = DescribeWeightsRequest
@@ -4318,6 +4322,7 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     KEPT_VERSIONS_FIELD_NUMBER: builtins.int
     PUBLISHED_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
     version: builtins.int
     """The described version: number of committed steps."""
     run_id: builtins.str
@@ -4350,6 +4355,10 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
     def lost(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Published versions that are lost, by name: which version, and why."""
 
+    @property
+    def calls(self) -> shardwell_wire.v1.common_pb2.CallPort:
+        """Where the coordinator takes calls beside gRPC, for a reader. Unset: nowhere."""
+
     def __init__(
         self,
         *,
@@ -4362,9 +4371,10 @@ class DescribeWeightsResponse(google.protobuf.message.Message):
         kept_versions: collections.abc.Iterable[builtins.int] | None = ...,
         published: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         lost: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        calls: shardwell_wire.v1.common_pb2.CallPort | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["world", b"world"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["kept_versions", b"kept_versions", "lost", b"lost", "newest", b"newest", "published", b"published", "rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["calls", b"calls", "world", b"world"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "kept_versions", b"kept_versions", "lost", b"lost", "newest", b"newest", "published", b"published", "rollback_count", b"rollback_count", "run_id", b"run_id", "units", b"units", "version", b"version", "world", b"world"]) -> None: ...
 
 global___DescribeWeightsResponse = DescribeWeightsResponse
 

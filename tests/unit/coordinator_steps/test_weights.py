@@ -57,3 +57,16 @@ async def test_waiting_describe_weights_fails_when_the_run_is_deleted(tmp_path: 
         await running.call("DeleteRun", run="r", force=True)
         with pytest.raises(NotFoundError, match="run 'r' was deleted"):
             await waiting
+
+
+async def test_weights_without_units(tmp_path: Path) -> None:
+    async with harness(tmp_path) as running:
+        (trainer,) = await running.team("a")
+        with pytest.raises(StepStateError, match="has no units yet"):
+            await running.call("DescribeWeights", run="r", without_units=True)
+        await running.publish_unit([trainer], "u")
+        whole = await running.call("DescribeWeights", run="r")
+        brief = await running.call("DescribeWeights", run="r", without_units=True)
+        assert whole.units and not brief.units
+        del whole.units[:]
+        assert whole == brief

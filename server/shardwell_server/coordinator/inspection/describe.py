@@ -341,13 +341,15 @@ def _shard_range(shard: ShardRecord, cluster: Cluster) -> common_pb2.ShardRange:
 
 
 async def describe_weights(
-    run: Run, cluster: Cluster, version: int | None, name: str, wait_s: float
+    run: Run, cluster: Cluster, request: coordinator_pb2.DescribeWeightsRequest, wait_s: float
 ) -> coordinator_pb2.DescribeWeightsResponse:
     """Describes the units and buffers of one version of the weights. Waits until the version is committed.
 
     Args:
-        version: The version. None: the newest, or the one with the name.
-        name: Name of a published version. Empty: none.
+        run: The run.
+        cluster: The shard servers.
+        request: Names the version.
+        wait_s: Longest time to wait in seconds.
 
     Raises:
         DeadlineError: The version is not committed yet.
@@ -357,6 +359,8 @@ async def describe_weights(
         RunDeletedError: The run was deleted meanwhile.
     """
 
+    version, name = request.version if request.HasField("version") else None, request.published_name
+
     async def check() -> coordinator_pb2.DescribeWeightsResponse | None:
         run.check_not_deleted()
         run.checkpoints.check_loaded(run.name)
@@ -365,7 +369,8 @@ async def describe_weights(
             return None
         if wanted is not None:
             run.kept_versions.check_kept(wanted, run.committed_step)
-        return _weights(run, cluster, run.committed_step if wanted is None else wanted)
+        described = run.committed_step if wanted is None else wanted
+        return _weights(run, cluster, described, with_units=not request.without_units)
 
     found = await poll(run.changed, check, wait_s)
     if found is None:
@@ -377,7 +382,7 @@ async def describe_weights(
     return found
 
 
-def _weights(run: Run, cluster: Cluster, version: int) -> coordinator_pb2.DescribeWeightsResponse:
+def _weights(run: Run, cluster: Cluster, version: int, *, with_units: bool) -> coordinator_pb2.DescribeWeightsResponse:
     if not run.units:
         raise StepStateError(f"run {run.name!r} has no units yet: no trainer has called fully_shard", run=run.name)
     if unpublished := run.units.unpublished:
@@ -391,6 +396,7 @@ def _weights(run: Run, cluster: Cluster, version: int) -> coordinator_pb2.Descri
         units=[
             coordinator_pb2.UnitWeights(spec=unit.layout.to_proto(), shards=shard_ranges(unit, cluster))
             for unit in run.units
+            if with_units
         ],
         run_id=run.identity.run_id,
         rollback_count=run.checkpoints.rollback_count,

@@ -248,9 +248,10 @@ class InspectionRpcs(CoordinatorRpcs):
             if request.reader.hold_s:
                 run.changed.notify()
         try:
-            return await describe.describe_weights(
-                run, self._state.cluster, wanted, request.published_name, wait_limit(call, request.wait_s)
-            )
+            found = await describe.describe_weights(run, self._state.cluster, request, wait_limit(call, request.wait_s))
+            if request.HasField("reader") and self._calls is not None and self._calls.offer is not None:
+                found.calls.CopyFrom(self._calls.offer)
+            return found
         finally:
             run.readers.note_answered(request.reader.reader_id, self._state.clock())
 
