@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -17,7 +18,13 @@ from shardwell_server.shard.unit.values import Values, VersionBytes
 from shardwell_wire.encoding import shard_changes
 from shardwell_wire.encoding.shard_changes import ShardChanges, spans_of
 from shardwell_wire.encoding.wire_dtypes import AS_STORED
-from shardwell_wire.errors import InvalidRequestError, NotFoundError, UnavailableError, VersionGoneError
+from shardwell_wire.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+    VersionGoneError,
+    from_rpc_error,
+)
 from shardwell_wire.v1 import common_pb2, shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, in_background, layout_of, pinned, train
 
@@ -32,12 +39,18 @@ def gather(one: OneUnit, version: int, **fields: Any) -> tuple[shard_pb2.GatherH
     return responses[0].header, b"".join(response.chunk.payload for response in responses)
 
 
+def begun(server: ShardServer) -> OneUnit:
+    """Returns a unit with random values."""
+    made, generator = OneUnit(server, LAYOUT), torch.Generator().manual_seed(2)
+    made.begin([torch.randn(each.shape, generator=generator).to(each.dtype) for each in made.zeros()])
+    return made
+
+
 @pytest.fixture
 def one() -> Iterator[OneUnit]:
     """A unit of which versions 0, 1 and 2 are pinned."""
     with ShardServer() as server, ExitStack() as stack:
-        made, generator = OneUnit(server, LAYOUT), torch.Generator().manual_seed(2)
-        made.begin([torch.randn(each.shape, generator=generator).to(each.dtype) for each in made.zeros()])
+        made = begun(server)
         for step in range(2):
             stack.enter_context(pinned(made, step))
             train(made, step, gradient=1e-4)
@@ -127,6 +140,37 @@ def test_snapshots_of_pinned_versions_replace_changes(one: OneUnit) -> None:
     one.server.evaluate(lambda: memory.set_limit(memory.used_bytes + one.size - 1))
     train(one, 2)
     assert gather(one, 2)[0].version == 2 and not one.shard.changes._kept
+
+
+def changes_are_readable(one: OneUnit, version: int, since: int) -> bool:
+    """Reads changes; returns whether the former version can still be read."""
+    try:
+        gather(one, version, since=since, wire_dtype=BFLOAT16)
+    except grpc.RpcError as error:
+        assert isinstance(from_rpc_error(error, "server"), VersionGoneError)
+        return False
+    return True
+
+
+def test_readers_that_are_behind_stay_within_the_budget() -> None:
+    """16 readers with a version each: training goes on, with or without memory for their versions."""
+    budget_bytes, limit = 10 * LAYOUT.size_bytes, LAYOUT.size_bytes * 3 // 4
+    with ShardServer(budget_bytes=budget_bytes) as server:
+        one, memory = begun(server), server.store.memory
+        most = 0
+        with ExitStack() as stack:
+            for step in range(16):
+                stack.enter_context(pinned(one, step))
+                train(one, step, gradient=1e-4)
+                found = [changes_are_readable(one, step + 1, since) for since in range(step + 1)]
+                kept = [changes[0].buffer.numel() for changes in filter(None, one.shard.changes._kept.values())]
+                assert sum(kept) <= limit
+                most = max(most, len(kept))
+                assert server.evaluate(lambda: max(memory.used_bytes, memory.reserved_bytes)) <= budget_bytes
+            assert any(found) and not all(found) and most > 1, "there is memory for some versions, and for some changes"
+        server.until(lambda: not one.shard.values._snapshots._snapshots, "the pins have ended")
+        server.evaluate(memory.unreserved.evict)
+        assert server.unreserved_bytes() == 0
 
 
 def test_changes_of_a_dropped_shard_are_released(one: OneUnit, monkeypatch: pytest.MonkeyPatch) -> None:
