@@ -136,7 +136,7 @@ class Engine:
         try:
             while not self._stopped.is_set():
                 try:
-                    self._reader.wait_for(self._version + 1, 0.2)
+                    self._reader.wait_for(self._version + 1, 2.0)
                     self._load(self._version + 1)
                 except DeadlineError:
                     continue
