@@ -97,8 +97,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        # If the trainer of rank 0 is lost, another trainer does its work. In its first step a trainer has no work.
-        is_printing = 0 in step.global_ranks if step.global_ranks else session.global_rank == 0
+        is_printing = 0 in step.global_ranks  # if the trainer of rank 0 is lost, another one acts for the rank
         if is_printing:
             progress.show(step.number, history.recent_loss())
     return history, is_printing

@@ -75,8 +75,10 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(9, 7, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(at: str, disturb: Disturb, *, clip: bool = True, **options: Any) -> tuple[str, dict[str, Any], list[Any]]:
-    """Trains and disturbs step ``RESTARTED`` once; returns hash, scheduler state, and losses by step and rank."""
+def train(
+    at: str, disturb: Disturb, *, clip: bool = True, **options: Any
+) -> tuple[dict[int, set[str]], dict[str, Any], list[Any]]:
+    """Trains and disturbs step ``RESTARTED`` once; returns hashes by version, scheduler state and losses."""
     pending = [disturb]
 
     def once(*_: Any) -> None:
@@ -84,6 +86,7 @@ def train(at: str, disturb: Disturb, *, clip: bool = True, **options: Any) -> tu
             pending.pop()()
 
     losses: dict[tuple[int, int], float] = {}
+    states: dict[int, set[str]] = {}
     with ExitStack() as stack:
         session = stack.enter_context(shardwell.join(**join_options(wait_limit_s=60, **options)))
         model = Net()
@@ -110,11 +113,12 @@ def train(at: str, disturb: Disturb, *, clip: bool = True, **options: Any) -> tu
                 once()
             optimizer.step()
             optimizer.zero_grad()
+            state = {**shardwell.full_state_dict(model), **dict(model.named_buffers())}
+            states.setdefault(session.step, set()).add(sha256(state))  # also in an iteration without effect
             scheduler.step()
         assert session.step == STEPS
         assert not pending or at == "never"
-        state = {**shardwell.full_state_dict(model), **dict(model.named_buffers())}
-        return sha256(state), scheduler.state_dict(), sorted(losses.items())
+        return states, scheduler.state_dict(), sorted(losses.items())
 
 
 INSTANTS = [

@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardwell
 import shardwell.testing
-from shardwell.integrations import plays_rank_0, single_process
+from shardwell.integrations import single_process
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.integrations.lightning import ShardwellStrategy, _Shard
 from shardwell_wire.errors import UsageError
@@ -298,27 +297,6 @@ def test_batches_are_made_by_the_workers_of_the_loader() -> None:
                 weights.append(shardwell.full_state_dict(module))
                 assert data.reads < 24 if workers else data.reads == 24
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "twins", "global_rank", "expected"),
-    [
-        ([0], set(), 0, True),
-        ([1], set(), 1, False),
-        ([1, 0], set(), 1, True),  # it replaces a lost trainer
-        ([1, 0], {0}, 1, False),  # the trainer of rank 0 is late
-        ([0, 1], {1}, 0, True),
-        ([], set(), 0, True),
-        ([], set(), None, False),  # a spare, or a trainer that has lost its place
-        ([0], {0}, None, False),
-    ],
-)
-def test_one_trainer_has_the_duties_of_rank_0(
-    ranks: list[int], twins: set[int], global_rank: int | None, expected: bool
-) -> None:
-    session: Any = SimpleNamespace(global_rank=global_rank)
-    step: Any = SimpleNamespace(global_ranks=ranks, twin_ranks=twins)
-    assert plays_rank_0(session, step) is expected
 
 
 class Shuffled:

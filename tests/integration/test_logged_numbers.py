@@ -73,7 +73,7 @@ def test_means_are_added_in_rank_order_and_are_in_the_commit(
             numbers.append(step.number)
             assert dict(step.means) == (means[-1] if step.number == STEPS - 1 else {})
     assert numbers == [STEPS - 1, STEPS]
-    assert f"the loop body of step {STEPS - 1} runs again without batches" in caplog.text
+    assert f"the loop body of step {STEPS - 1} runs again, because the run was interrupted in it" in caplog.text
 
 
 def mortal_worker(rank: int, address: str, run: str) -> None:

@@ -9,6 +9,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def make_batch(step: int, dp_rank: int) -> torch.Tensor:
 
 _NUMBERS = itertools.count()
 SAMPLES: Any = [torch.ones(4)] * 8
+UNTYPED_SESSION: Callable[[Any], Any] = attrgetter("session")
 UNTYPED: Any = shardwell
 """Calls that a type checker would find."""
 
@@ -320,6 +322,8 @@ FREED = (
 JOIN_AGAIN = r"join again with shardwell\.join, and shard a model that is constructed again$"
 OTHER_RUN = r"every trainer must build the same model, and another model needs another run$"
 SAVE = r"use shardwell\.full_state_dict\(model\), or shardwell\.save_safetensors\(model, folder\)"
+
+NUMBER = r"^the step of `for step in session\.steps\(\.\.\.\)` was used as a number: use step\.number, which is 0$"
 
 MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
     # ---- join ----
@@ -651,6 +655,26 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         r"^ema_decay=2\.0: expected 0 to 1, or None$",
     ),
     # ---- the loop ----
+    "loop: the step as a number": (
+        lambda at: at.each_step(lambda step: step % 10),
+        UsageError,
+        NUMBER,
+    ),
+    "loop: the step compared with a number": (
+        lambda at: at.each_step(lambda step: step == 0),
+        UsageError,
+        NUMBER,
+    ),
+    "loop: the step formatted as a number": (
+        lambda at: at.each_step(lambda step: f"{step:3d}"),
+        UsageError,
+        NUMBER,
+    ),
+    "loop: numbers logged with the session": (
+        lambda at: at.each_batch(lambda step, batch: UNTYPED_SESSION(at).log(loss=1.0)),
+        AttributeError,
+        r"^a Session has no 'log': use step\.log in `for step in session\.steps\(\.\.\.\)`$",
+    ),
     "loop: a loader as number of steps": (
         lambda at: at.train(loader()),
         UsageError,

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 
 from shardwell.session.session import Session
-from shardwell.training.training_step import Step
 from shardwell_wire.errors import UsageError
 
 _LAUNCHER = (
@@ -77,15 +76,6 @@ def refuse_unknown_steps(session: Session) -> NoReturn:
         "unknown here: let one call train all steps, also in a script that is started again, by a larger number of "
         "steps or epochs. To train another model, start another run, shardwell.join(run=NAME)"
     )
-
-
-def plays_rank_0(session: Session, step: Step) -> bool:
-    """True if this trainer prints, logs and saves after a step: it plays rank 0, or has replaced its trainer.
-
-    A trainer that has computed the twin of rank 0's late item does not, because the other trainer does.
-    """
-    ranks = set(step.global_ranks) - step.twin_ranks
-    return 0 in ranks if ranks else session.global_rank == 0
 
 
 def encode_state(value: Any) -> Any:

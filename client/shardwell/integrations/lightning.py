@@ -27,14 +27,7 @@ except ImportError as error:
     raise ImportError(f"shardwell.integrations.lightning cannot import {error.name}: pip install lightning") from error
 
 from shardwell import optim
-from shardwell.integrations import (
-    check_session,
-    decode_state,
-    encode_state,
-    plays_rank_0,
-    refuse_resuming,
-    refuse_unknown_steps,
-)
+from shardwell.integrations import check_session, decode_state, encode_state, refuse_resuming, refuse_unknown_steps
 from shardwell.integrations.item_batches import WorkItemBatches
 from shardwell.module.fully_shard import ShardedModule
 from shardwell.session.session import Session
@@ -74,7 +67,7 @@ class ShardwellStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """True if this trainer plays rank 0, or has replaced its trainer in the last step. See ``plays_rank_0``."""
+        """True if this trainer has acted for rank 0 in the last step. See ``Step.global_ranks``."""
         return self._plays_rank_0
 
     def _set_duties(self, plays_rank_0: bool) -> None:
@@ -181,9 +174,10 @@ class ShardwellStrategy(SingleDeviceStrategy):
             self._tracked.restored = None  # the loops are there
             for batches in step.batches(self._batches, **self._workers):
                 step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
-            self._set_duties(plays_rank_0(self._session, step))
             self.precision_plugin._after_closure(module, optimizer)
             optimizer.step()
+            self._tracked.restored = None  # a repeated step has restored it
+        self._set_duties(0 in step.global_ranks)
         self.means = step.means
         trainer.fit_loop.epoch_loop._batches_that_stepped = step.number  # a restart may have counted it twice
 

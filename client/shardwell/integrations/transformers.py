@@ -35,7 +35,6 @@ from shardwell.integrations import (
     check_session,
     decode_state,
     encode_state,
-    plays_rank_0,
     refuse_resuming,
     refuse_unknown_steps,
     single_process,
@@ -184,6 +183,8 @@ class Trainer(transformers.Trainer):
             self._compute(step, model)
             norm = float(optimizer.clip_grad_norm_(self.args.max_grad_norm)) if self.args.max_grad_norm > 0 else None
             optimizer.step()
+            self._tracked.restored = None  # a repeated step has restored it
+        self._set_duties(0 in step.global_ranks)
         self._norm = norm if norm is not None and math.isfinite(norm) else None
         # A step that is repeated long after its commit has no means. The Trainer leaves NaN out of its averages.
         return torch.tensor(step.means.get("loss", math.nan), device=self.args.device, dtype=torch.float32)
@@ -198,10 +199,10 @@ class Trainer(transformers.Trainer):
                 is_last = index == len(micro_batches) - 1
                 with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
                     loss += super().training_step(model, batch, own if num_items is None else num_items)
-                self.current_flos += float(self.floating_point_ops(batch))
-                self._track_num_input_tokens(batch)
+                if step.number == self._session.step:  # otherwise it is repeated, and was counted
+                    self.current_flos += float(self.floating_point_ops(batch))
+                    self._track_num_input_tokens(batch)
             step.log(loss=loss)
-        self._set_duties(plays_rank_0(self._session, step))
 
     def _num_items(self, step: int) -> torch.Tensor | None:
         """Returns the tokens of a step per data rank if the loss averages over the tokens of all of them."""

@@ -190,11 +190,7 @@ class ShardedOptimizer(Optimizer):
             self._session.state_owners.extend(self._state_owner, added)
 
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
-        foreach: bool | None = None,
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True, foreach: bool | None = None
     ) -> torch.Tensor:
         """Clips the step's mean gradient to a global norm over all units, servers and ranks.
 
@@ -333,6 +329,8 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         loop = self._session.loop
+        if loop.tracked.restored:
+            loop.begin_commit()
         scaling = self._scaling(settle=False)  # the commit continues an interrupted step itself
         try:
             updated = loop.commit(scaling.step, self._make_update(scaling))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,14 +28,7 @@ from shardwell.memory.buffers import share_heaps
 from shardwell.module import guards, torch_patches
 from shardwell.monitor.report import PerformanceReport, make_report
 from shardwell.options import DEFAULT_RUN, JoinConfig, TransferOptions, WaitOptions
-from shardwell.session.joining import (
-    announce,
-    check_process,
-    check_reachable,
-    check_variables,
-    describe_join,
-    name_run,
-)
+from shardwell.session.joining import announce, check_process, check_reachable, check_variables, describe_join, name_run
 from shardwell.session.memory_report import MemoryReport, measure
 from shardwell.session.private_cluster import open_private_cluster
 from shardwell.step.step_commit import StepCommitter
@@ -334,9 +327,13 @@ class Session:
 
     # ---- the loop ----
 
-    def steps(
-        self, num_steps: int | DataLoader[Any], *, epochs: int | None = None, optimizer_steps: int = 1
-    ) -> Iterator[Step]:
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f": use step.{name} in `for step in session.steps(...)`" if hasattr(Step, name) else ""
+            raise AttributeError(f"a Session has no {name!r}{hint}")
+
+    def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
         """Yields the steps of the run from the committed step up to step ``num_steps``.
 
         >>> for step in session.steps(loader, epochs=3):
@@ -351,8 +348,8 @@ class Session:
                 a ``DataLoader``, for all steps of its epochs; ``batch_size`` counts samples of one data rank.
             epochs: Epochs of the loader in the whole run. ``step.epoch`` and ``step.ends_epoch`` count them.
             optimizer_steps: Calls of ``optimizer.step()`` in the loop body. Each call is a commit of the run. A trainer
-                that joins between two calls repeats the iteration: ``step.batches`` yields nothing for the committed
-                part, and ``optimizer.step()`` returns at once.
+                that joins between two calls repeats the iteration: gradients of the committed part are dropped, and
+                ``optimizer.step()`` returns its commit.
 
         Raises:
             UsageError: The loop body called ``optimizer.step()`` less or more often; the loader has no known length; or
@@ -376,8 +373,8 @@ class Session:
 
         At the end of the loop body, the state is stored again. If the run has stored state of an object, the object is
         restored. If the run was interrupted between ``optimizer.step()`` and the end of the loop body, ``steps`` then
-        starts with the end of the last committed step: ``step.batches`` yields nothing, ``optimizer.step()`` returns at
-        once, and the rest of the loop body, such as ``scheduler.step()``, updates the objects.
+        starts with the last committed step: gradients are dropped, ``optimizer.step()`` restores the objects and
+        returns the commit, and the rest of the loop body, such as ``scheduler.step()``, updates them.
 
         Args:
             **objects: Objects with ``state_dict`` and ``load_state_dict``, by a unique name. Their state consists of

@@ -544,7 +544,7 @@ class RunBuffers:
         """Sets the buffers to the values with which all items of the step start."""
         self._adopt_reshaped(step)
         if self._is_first_step and self._item_started:
-            self._assign({name: buffer.start for name, buffer in self.by_name.items()})
+            self.undo_items()
         if not self.by_name:
             self._item_started = True
             return
@@ -601,6 +601,16 @@ class RunBuffers:
         if self.by_name or self._is_first_step:
             self._undo()
             self._undisturbed = True
+
+    def undo_items(self) -> None:
+        """Sets the buffers to the values with which the step's items start: the items are computed again."""
+        starts, self._undisturbed = {name: buffer.start for name, buffer in self.by_name.items()}, False
+        if self._is_first_step:
+            self._assign(starts)
+        elif starts:
+            live = self._checked(self.by_name)
+            for name, value in starts.items():
+                set_value(live[name], value)
 
     def _undo(self) -> None:
         """Undoes the changes of an item whose values do not count."""
@@ -704,7 +714,10 @@ class RunBuffers:
         self._version = version
 
     def restore(self) -> None:
-        """Undoes the script's writes since the last commit. Called while a committed step is repeated."""
+        """Undoes all writes since the last commit. Called while a committed step is repeated."""
+        self._item_started = False
+        for buffer in self.by_name.values():
+            buffer.forget_changes()
         if self.by_name:
             self._restore()
 

@@ -213,9 +213,7 @@ class UnitDeclarations:
             UnavailableError: The coordinator does not answer, or the run was being loaded, for ``wait_limit_s``.
         """
         units = retry(
-            self._membership.list_units,
-            limit_s=self._wait_limit_s,
-            check=lambda _: self._membership.require_valid(),
+            self._membership.list_units, limit_s=self._wait_limit_s, check=lambda _: self._membership.require_valid()
         ).units
         missing = [unit.unit for unit in units if unit.unit_index not in declared and self._is_own(unit)]
         if missing:

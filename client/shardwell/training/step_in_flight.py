@@ -57,8 +57,10 @@ class StepInFlight:
         """Whether several optimizers update the session's parameters in turn."""
         self.means: Mapping[str, float] = {}
         """Means over the data ranks of the numbers that were logged in the step that was committed last, by name."""
-        self._has_missed_model: bool = False
-        """True if the last step of a loop over ``step.batches`` ran no sharded module."""
+        self.acting: coordinator_pb2.ActingRanks | None = None
+        """Ranks for which this trainer acts after the step that was committed last. None: not known."""
+        self._is_model_checked = False
+        """Whether this trainer has found out, in its first step, if the loop runs the sharded model."""
         # A commit that was interrupted with the former model may be pending.
         training.units.passes.before_use = self.settle
 
@@ -195,12 +197,7 @@ class StepInFlight:
             self.items.end_item()
 
     def grad_norm(
-        self,
-        step: int,
-        norm_type: float,
-        bound: float = 0.0,
-        counted: Sequence[int] = (),
-        kept: Sequence[int] = (),
+        self, step: int, norm_type: float, bound: float = 0.0, counted: Sequence[int] = (), kept: Sequence[int] = ()
     ) -> GradNorm:
         """Returns a norm of a step's mean gradient. Finishes the work of the step in flight first.
 
@@ -251,19 +248,23 @@ class StepInFlight:
             self._membership.check()
         try:
             with self._units.passes.guard:
-                if self.iteration.voided or (self._membership.lapsed and not self.rejoining.join_again()):
-                    return False
-                return self._commit(step, update)
+                if not self.iteration.voided and (not self._membership.lapsed or self.rejoining.join_again()):
+                    return self._commit(step, update)
         except (StepRestartedError, StaleEpochError) as error:
             self.state.pending_update = None
             self._restarted(error)
-            return False
+        self._buffers.undo_items()
+        return False
 
     def _commit(self, step: int, update: StepUpdate) -> bool:
         state, optimizer = self.state, update.optimizer
         if step < state.position:  # the loop repeats a committed step, and the coordinator repeats its answer
+            self._units.zero_grad()  # of a loop without step.batches
             response = self._send_proposal(step, update)
-            self.means = dict(response.means)
+            self.means, self.acting = dict(response.means), response.acting if response.HasField("acting") else None
+            updated = [unit.unit_index for unit in optimizer.units if _updates(unit)]
+            self._units.invalidate(updated if self.several_optimizers else None)
+            self._units.passes.begin_step()
             self._buffers.restore()
             return not response.skipped
         if state.pending_update is None and not (state.in_batches or state.skips_gradients):
@@ -331,7 +332,7 @@ class StepInFlight:
     def _advance(self, response: coordinator_pb2.CommitStepResponse, optimizer: common_pb2.OptimizerStep) -> None:
         """Moves to the step after the commit."""
         step, updated, kept = self.state.number, None, []
-        self.means = dict(response.means)
+        self.means, self.acting = dict(response.means), response.acting if response.HasField("acting") else None
         self._training.tracked.note_commit()
         for unit in optimizer.units:
             if KEPT_GROUP in unit.group_indices:
@@ -386,12 +387,9 @@ class StepInFlight:
             )
         if current is not None:
             self.items.end_item()
-        missing = []
-        for rank, item in state.items.items():
-            # An item that is over is finished by another trainer once the work of all trainers is finished.
-            if not item.is_finished and not (state.work_finished and item.is_over):
-                missing.append(rank)
-        if missing:
+        # An item that is over is finished by another trainer once the work of all trainers is finished.
+        unfinished = {rank: item for rank, item in state.items.items() if not item.is_finished}
+        if missing := [rank for rank, item in unfinished.items() if not (state.work_finished and item.is_over)]:
             raise UsageError(
                 f"step {state.number}: the work of logical rank {', '.join(map(str, missing))} was not computed: "
                 "run `for batch in step.batches(...)` to its end before optimizer.step()"

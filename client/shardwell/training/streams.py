@@ -5,7 +5,8 @@ Note: [Positions of streams]
     and is part of the commit. The coordinator sends it with the rank's next item to the trainer that computes this
     item. A trainer that has read up to this position goes on there. Any other trainer opens the stream and moves to the
     position: by the stream's ``load_state_dict``, or by reading the samples before the position once more. So the
-    samples depend neither on the number of trainers nor on which of them are lost.
+    samples depend neither on the number of trainers nor on which of them are lost. A position also tells where the last
+    batch began, for a trainer that repeats it. See Note: [Work without effect] in ``work_items.py``.
 """
 
 from __future__ import annotations
@@ -235,6 +236,8 @@ class StreamReaders:
         """
         positions: dict[str, Any] = json.loads(item.item.data_position or "{}")
         found = positions.get(self._options.name)
+        if found is not None and (before := found.pop("before", None)) and before.pop("number") == number:
+            found = {"dp": found["dp"], **before}  # the iteration is repeated
         if found is not None and found["dp"] != self._dp:
             raise UsageError(
                 f"the run has read {self._options.name!r} with dp={found['dp']} data ranks, and now has dp={self._dp}: "
@@ -256,7 +259,9 @@ class StreamReaders:
             raise
         reader.position, reader.number = after, number + 1
         if is_last:
-            positions[self._options.name] = json.loads(after)
+            began = json.loads(position)
+            del began["dp"]
+            positions[self._options.name] = {**json.loads(after), "before": {"number": number, **began}}
             item.data_position = json.dumps(positions)
             check_data_position(item.data_position)
         return batch

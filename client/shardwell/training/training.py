@@ -239,7 +239,7 @@ class TrackedObjects:
     """
 
     def __init__(self, stored: Mapping[str, str], *, is_complete: bool = False) -> None:
-        self._stored, self._is_complete = dict(stored), is_complete
+        self.stored, self._is_complete = dict(stored), is_complete
         self._objects: dict[str, Any] = {}
         self._committed: set[str] = set()
         """Names of objects whose state was part of a commit of this trainer."""
@@ -266,10 +266,10 @@ class TrackedObjects:
             reached = self._capture(name, former) if former is not None else None
             self._objects[name] = tracked
             self._capture(name, tracked)
-            if reached is not None and (name in self._stored or name in self._committed):
+            if reached is not None and (name in self.stored or name in self._committed):
                 self._restore(tracked, json.loads(reached))
-            elif name in self._stored:
-                self._restore(tracked, json.loads(self._stored[name]))
+            elif name in self.stored:
+                self._restore(tracked, json.loads(self.stored[name]))
                 self.restored = not self._is_complete
 
     def note_commit(self) -> None:
@@ -284,9 +284,9 @@ class TrackedObjects:
 
     def replace(self, stored: Mapping[str, str], *, is_complete: bool) -> None:
         """Restores all objects from another commit than the one with which this object was made."""
-        self._stored, self._is_complete = dict(stored), is_complete
-        self.restored = not is_complete and any(name in self._stored for name in self._objects)
-        self.restore(self._stored)
+        self.stored, self._is_complete = dict(stored), is_complete
+        self.restored = not is_complete and any(name in self.stored for name in self._objects)
+        self.restore(self.stored)
 
     def __bool__(self) -> bool:
         return bool(self._objects)
@@ -297,10 +297,7 @@ class TrackedObjects:
 
     def to_json(self) -> dict[str, str]:
         """Returns the present state of every tracked object as JSON text by name."""
-        captured = {}
-        for name, tracked in self._objects.items():
-            captured[name] = self._capture(name, tracked)
-        return captured
+        return {name: self._capture(name, tracked) for name, tracked in self._objects.items()}
 
     def _capture(self, name: str, tracked: Any) -> str:
         state: dict[str, Any] = {"state_dict": tracked.state_dict()}

@@ -17,20 +17,14 @@ from torch.utils.data import DataLoader
 from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed, seed_batch
 from shardwell.step.step_commit import StepUpdate
-from shardwell.step.step_state import WorkItemState
-from shardwell.training.batch_sources import (
-    BatchFunction,
-    BatchOptions,
-    batch_function,
-    is_stream,
-    read_loader,
-    steps_per_epoch,
-)
+from shardwell.step.step_state import StepState, WorkItemState
+from shardwell.training.batch_sources import BatchFunction, BatchOptions, batch_function, is_stream, read_loader
 from shardwell.training.batch_workers import BatchWorkers, pin
 from shardwell.training.step_in_flight import StepInFlight
 from shardwell.training.streams import StreamReaders
 from shardwell.training.training import Training
 from shardwell_wire.errors import UsageError
+from shardwell_wire.v1 import coordinator_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +48,19 @@ class LoopPosition:
     """Calls of ``optimizer.step()`` in this iteration so far."""
     means: Mapping[str, float] = field(default_factory=UnknownMeans)
     """Means of the logged numbers in the last of these commits, by name."""
-    steps_per_epoch: int = 0
-    """Steps of an epoch of the loader that ``steps`` got; 0 without a loader."""
+    global_ranks: list[int] = field(default_factory=list)
+    """See ``Step``."""
+    twin_ranks: set[int] = field(default_factory=set)
+    """See ``Step``."""
 
     @property
     def step(self) -> int:
         """The run's step that the next ``optimizer.step()`` commits, unless it is committed already."""
         return self.number * self.optimizer_steps + self.commits
+
+    def is_committed(self, state: StepState) -> bool:
+        """True if the step of the next ``optimizer.step()`` is committed already: the iteration is repeated."""
+        return self.step < state.position and not state.asynchronous
 
     def refuse_commit(self) -> NoReturn:
         """Raises UsageError: the loop body has called ``optimizer.step()`` as often as declared."""
@@ -89,9 +89,13 @@ class Step:
     Attributes:
         number: Number of the step, from 0. With one ``optimizer.step()`` in the loop body, the step reads the weights
             of this version and makes the next version.
-        global_ranks: Logical ranks whose work items this trainer has started in this step, in this order. They differ
-            from ``session.global_rank`` while the trainer computes the work of a lost trainer.
-        twin_ranks: Those of them whose trainer is late, and computes the same work at the same time.
+        global_ranks: Before ``optimizer.step()``, the logical ranks whose work items this trainer has started in this
+            step, in this order. They differ from ``session.global_rank`` while the trainer computes the work of a lost
+            trainer. After ``optimizer.step()``, the ranks whose committed work this trainer has computed, and those of
+            trainers that are gone. Then one trainer has rank 0: it prints, logs and saves. In an iteration that has
+            lost its effect, none.
+        twin_ranks: Before ``optimizer.step()``, those of them whose trainer is late, and computes the same work at the
+            same time.
 
     Args:
         loop: Position of the loop.
@@ -102,11 +106,28 @@ class Step:
 
     def __init__(self, loop: LoopPosition, work: StepInFlight, feeds: BatchFeeds, *, seed: int) -> None:
         self.number = loop.number
-        self.global_ranks: list[int] = []
-        self.twin_ranks: set[int] = set()
+        self.global_ranks, self.twin_ranks = loop.global_ranks, loop.twin_ranks
         self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
         self._looped_for: int | None = None
         """Commit, counted in the iteration, for whose work items a loop over ``batches`` has ended."""
+        self._has_batches = False
+        """Whether the last loop over ``batches`` has yielded a batch."""
+
+    def __format__(self, specification: str) -> str:
+        return self._refuse_number() if specification else repr(self)
+
+    def _refuse_number(self, *_: object) -> NoReturn:
+        raise UsageError(
+            "the step of `for step in session.steps(...)` was used as a number: use step.number, which is "
+            f"{self.number}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self._refuse_number() if isinstance(other, int | float) else self is other
+
+    __hash__ = object.__hash__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse_number
+    __mod__ = __lt__ = __le__ = __gt__ = __ge__ = __index__ = __int__ = __float__ = _refuse_number
 
     @property
     def epoch(self) -> int:
@@ -148,8 +169,9 @@ class Step:
 
         Before each batch, the generators of torch, Python and NumPy are seeded as a function of (run seed, step,
         dp_rank). Random transforms and dropout are therefore the same on every trainer that computes the item. The loop
-        ends when all trainers have finished the step's work. It yields nothing on a spare that is not needed, and
-        nothing in a step that only repeats the end of an interrupted iteration, see ``Session.track``.
+        ends when all trainers have finished the step's work. It yields nothing on a spare that is not needed. A trainer
+        with a rank whose work is done already, by another trainer or before the script was started again, gets the
+        rank's batch all the same, and its gradients are dropped. See Note: [Work without effect].
 
         Args:
             source: A function ``(step, dp_rank) -> batch``; a map-style dataset; a stream, such as an
@@ -221,12 +243,12 @@ class Step:
         return self._loop.means
 
     def _batches(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
-        work = self._work
+        work, state = self._work, self._work.state
         work.settle()
-        if not work.rejoining.join_again() or work.iteration.voided:
+        self._has_batches = False
+        if not work.rejoining.join_again() or work.iteration.voided or self._loop.is_committed(state):
+            yield from self._compute_without_effect(make_batch, num_samples)
             return
-        if work.state.position > self._loop.step and not work.state.asynchronous:
-            return  # the step is committed
         if self._looped_for == self._loop.commits and work.state.items and not work.state.unfinished:
             raise UsageError(
                 f"a second loop over step.batches in step {self.number} would get no batch: the first one has "
@@ -234,32 +256,46 @@ class Step:
                 "step, dp_rank: (first(step, dp_rank), second(step, dp_rank))), and evaluate on batches of your own"
             )
         work.items.start_batches()
-        items = deque(work.state.unfinished)
+        items = deque(state.unfinished)
+        if not items and not state.asynchronous:  # at once, while other trainers compute the work of this one's ranks
+            yield from self._compute_without_effect(make_batch, num_samples)
         while True:
             while items:
                 yield from self._compute(items.popleft(), make_batch, num_samples)
             more = work.items.finish_work(accept_work=True)
             if not more:
-                self._looped_for = self._loop.commits
-                return
+                break
             items.extend(more)
+        if not self._has_batches and work.items.is_alone:
+            yield from self._compute_without_effect(make_batch, num_samples)
+        self._looped_for = self._loop.commits
+
+    def _compute_without_effect(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
+        """Yields the batches of this trainer's ranks. See Note: [Work without effect]."""
+        work, is_committed = self._work, self._loop.is_committed(self._work.state)
+        work.items.start_batches()
+        for item in work.items.without_effect():
+            yield from self._compute(item, make_batch, num_samples)
+        if is_committed:
+            work.state.in_batches = False  # of the step in flight, which comes next
 
     def _compute(self, item: WorkItemState, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
-        work, dp_rank = self._work, item.item.dp_rank
+        work, dp_rank, counts = self._work, item.item.dp_rank, not item.is_over
         if not work.items.start_item(item):
             return
         if item.item.global_rank not in self.global_ranks:
             self.global_ranks.append(item.item.global_rank)
         (self.twin_ranks.add if item.is_twin else self.twin_ranks.discard)(item.item.global_rank)
-        step = work.state.number
+        step, commits = work.state.number, self._loop.commits
         # The step of an asynchronous item is the version that it reads, which depends on timing. Its number does not.
         is_asynchronous, number = work.state.asynchronous, item.item.number
-        seed_batch(derive_seed(self._seed, number if is_asynchronous else step, dp_rank))
+        seed_batch(derive_seed(self._seed, number if is_asynchronous else self._loop.step, dp_rank))
         try:
             batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
             work.items.agree_on_item(item, batch)
+            self._has_batches = True
             yield batch
-            if work.state.number != step:
+            if self._loop.commits != commits or (counts and work.state.number != step):
                 raise UsageError(
                     f"optimizer.step() was called inside the loop over step.batches of step {self.number}: "
                     "call it after the loop"
@@ -344,10 +380,7 @@ class BatchFeeds:
         )
 
     def _make(self, feed: StreamReaders | BatchWorkers, loop: LoopPosition, number: int, dp_rank: int) -> Any:
-        item, commit = (
-            self._work.state.require_current(),
-            number if self._work.state.asynchronous else self._work.state.number,
-        )
+        item, commit = self._work.state.require_current(), number if self._work.state.asynchronous else loop.step
         if isinstance(feed, BatchWorkers):
             return feed.make(number, commit, dp_rank)
         seed, is_last = derive_seed(self._seed, commit, dp_rank), loop.commits == loop.optimizer_steps - 1
@@ -384,7 +417,7 @@ class TrainingLoop:
 
     def __init__(self, in_flight: StepInFlight, training: Training) -> None:
         self._in_flight, self.iteration = in_flight, in_flight.iteration
-        self._tracked, self._membership = training.tracked, training.membership
+        self.tracked, self._membership = training.tracked, training.membership
         self._feeds: BatchFeeds | None = None
         self._position: LoopPosition | None = None
         """Position of the loop over ``steps``. None: there is no such loop."""
@@ -410,9 +443,8 @@ class TrainingLoop:
         number = self._first_iteration(optimizer_steps)
         if number * optimizer_steps < self._committed and not self._in_flight.state.asynchronous:
             logger.warning(
-                "the loop body of step %d runs again without batches, because the run was interrupted in it: it only "
-                "repeats what follows optimizer.step(), such as scheduler.step(). A loss that is computed in the loop "
-                "over step.batches is unset in it: print step.means, which has the numbers of step.log(loss=loss)",
+                "the loop body of step %d runs again, because the run was interrupted in it after optimizer.step(): "
+                "the gradients of its batches are dropped, and step.means has the numbers of the commit",
                 number,
             )
         loop: LoopPosition | None = None
@@ -435,9 +467,9 @@ class TrainingLoop:
                 else:
                     loop.require_end()
                     number += 1
-                    self._tracked.restored = False
-                    if self._tracked and 0 in step.global_ranks and not state.asynchronous:
-                        self._membership.report_iteration(state.number - 1, self._tracked.to_json())
+                    self.tracked.restored = False
+                    if self.tracked and 0 in step.global_ranks and not state.asynchronous:
+                        self._membership.report_iteration(state.number - 1, self.tracked.to_json())
                 if state.asynchronous:
                     number = self._committed
             if not state.asynchronous:
@@ -456,7 +488,7 @@ class TrainingLoop:
     def _first_iteration(self, optimizer_steps: int) -> int:
         """Returns the iteration with which a loop starts. Restored objects need the end of the last committed step."""
         committed = self._committed
-        return max(0, committed - 1 if self._tracked.restored else committed) // optimizer_steps
+        return max(0, committed - 1 if self.tracked.restored else committed) // optimizer_steps
 
     @property
     def _committed(self) -> int:
@@ -470,13 +502,25 @@ class TrainingLoop:
             return self._committed
         return self._position.step
 
+    def begin_commit(self) -> None:
+        """Called by ``optimizer.step()`` in a repeated iteration. Tracked objects get the state of the commit."""
+        if self._position is not None and self._position.step == self._committed - 1:
+            self.tracked.restore(self.tracked.stored)
+
     def commit(self, step: int, update: StepUpdate) -> bool:
         """Commits the loop's step; returns whether parameters were updated. See ``StepInFlight.commit``."""
         position = self._position
         if position is not None and not self.iteration.voided and position.commits == position.optimizer_steps:
             position.refuse_commit()
         updated = self._in_flight.commit(step, update)
-        if position is not None and not self.iteration.voided:
+        voided = self.iteration.voided
+        if position is None:
+            return updated
+        if not voided:
             position.commits += 1
             position.means = self._in_flight.means
+        acting = coordinator_pb2.ActingRanks() if voided else self._in_flight.acting
+        if acting is not None:
+            position.global_ranks[:] = acting.global_ranks
+            position.twin_ranks.clear()
         return updated

@@ -5,6 +5,18 @@ Note: [SIGTERM]
     within seconds. A work item that is nearly finished is finished and reported first, so that no other trainer has to
     compute it. Any other item is handed back. The handler is installed only if the script has none, because the process
     then would end without leaving.
+
+Note: [Work without effect]
+    No iteration of a trainer with a rank is without batches: the loop body reads names that the loop over
+    ``step.batches`` sets. If the work of its ranks is done already, the trainer computes it once more. This happens if
+    the run was interrupted between ``optimizer.step()`` and the end of the loop body: the state of tracked objects at
+    the end is not known, so the script's next process repeats the iteration of the last commit. It also happens if
+    other trainers have computed the work while this one was away, or if it lost its place in the run.
+
+    Such work is that of an attempt which is over: it reads the newest weights, its gradients are dropped, and buffers
+    are restored. The data, the seed and so the random numbers are those of the step. In a repeated iteration, which
+    starts with the tracked objects of the commit, ``optimizer.step()`` restores them once more, because the loop body
+    may have changed them before, and returns the commit that was recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +26,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from shardwell.step.step_state import ItemState, WorkItemState
@@ -27,6 +39,9 @@ from shardwell_wire.v1 import coordinator_pb2
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 128 + signal.SIGTERM
+
+_NO_ATTEMPT = 2**32 - 1
+"""Attempt of an item without effect, which the trainers of a replica must not mix with others."""
 
 _NEARLY_DONE_S = 2.0
 """An item is finished first if at most this many seconds of its computation are left, by the time of the last item."""
@@ -45,6 +60,8 @@ class WorkItems:
         self._training, self._rejoining, self._iteration = training, rejoining, iteration
         self._state, self._membership, self._store = training.state, training.membership, training.store
         self._units, self._buffers, self._committer = training.units, training.buffers, training.committer
+        self.is_alone = training.membership.world.replica_size == 1
+        """Whether this trainer is a whole replica."""
         self.keeps_graphs = False
         """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
         self.attention_calls = 0
@@ -72,14 +89,28 @@ class WorkItems:
         self._state.in_batches = True
         self._training.monitor.begin_work(self._store.traffic.gather_wait_s)
 
+    def without_effect(self) -> Iterator[WorkItemState]:
+        """Yields items of this trainer's ranks whose results do not count. See Note: [Work without effect]."""
+        joined = self._membership.joined
+        for at in (assignment.coordinates for assignment in self._membership.rank_assignments):
+            leased = self._state.items.get(at.global_rank)
+            item = coordinator_pb2.WorkItem(global_rank=at.global_rank, dp_rank=at.dp_rank, attempt=_NO_ATTEMPT)
+            item.number, item.replica_epoch = self._state.position, joined.replica_epoch
+            item.data_position = leased.item.data_position if leased else joined.state.data_positions[at.dp_rank]
+            state = WorkItemState(item)
+            state.abandon(state.key)
+            yield state
+
     def start_item(self, item: WorkItemState) -> bool:
-        """Starts a work item without gradients of an earlier attempt; returns False if the attempt is over already."""
+        """Starts a work item without gradients of an earlier attempt; returns False if its step is committed."""
         self._state.start_item(item)
         self._item_started_s = time.monotonic()
         item.scalars.clear()
         item.data_position = ""
         self.attention_calls = 0
         self._units.zero_grad()
+        if item.is_over:
+            return True
         try:
             self._buffers.start_item(self._state.number, item)
         except VersionGoneError:  # the step was committed with the work of another trainer

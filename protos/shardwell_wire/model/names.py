@@ -191,8 +191,8 @@ def check_scalars(names: Collection[str]) -> None:
         check_name("name of a logged number", name, MAX_SCALAR_NAME_LENGTH)
 
 
-MAX_DATA_POSITION_BYTES = 16 << 10
-"""Most bytes of the position of one data rank's streams of samples."""
+MAX_DATA_POSITION_BYTES = 32 << 10
+"""Most bytes of the position of one data rank's streams of samples, with the position before the last batch."""
 
 
 def check_data_position(position: str) -> None:

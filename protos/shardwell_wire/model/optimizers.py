@@ -268,19 +268,11 @@ _SPECS = (
     ),
     OptimizerSpec(
         name="lion",
-        hyperparameters=(
-            _number("lr", 1e-4),
-            *_betas(0.9, 0.99),
-            _number("weight_decay", 0.0),
-            _flag("maximize"),
-        ),
+        hyperparameters=(_number("lr", 1e-4), *_betas(0.9, 0.99), _number("weight_decay", 0.0), _flag("maximize")),
         state=(StateTensor("exp_avg"),),
     ),
     OptimizerSpec(
-        name="lamb",
-        hyperparameters=_adam_numbers(1e-3, 1e-6, 0.01),
-        state=(*_MOMENTS, _STEP),
-        needs_whole_tensors=True,
+        name="lamb", hyperparameters=_adam_numbers(1e-3, 1e-6, 0.01), state=(*_MOMENTS, _STEP), needs_whole_tensors=True
     ),
     OptimizerSpec(
         name="adafactor",

@@ -366,10 +366,7 @@ class Consistency:
             return {}
         if self.max_staleness is None:
             return {"consistency": coordinator_pb2.CONSISTENCY_ASYNCHRONOUS}
-        return {
-            "consistency": coordinator_pb2.CONSISTENCY_BOUNDED_STALENESS,
-            "max_staleness": self.max_staleness,
-        }
+        return {"consistency": coordinator_pb2.CONSISTENCY_BOUNDED_STALENESS, "max_staleness": self.max_staleness}
 
 
 SYNCHRONOUS = Consistency(asynchronous=False)

@@ -1081,14 +1081,14 @@ class RunState(google.protobuf.message.Message):
 
     @property
     def data_positions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """FinishedItem.data_position of each dp rank's last item that had one. Only in checkpoints and stored runs: trainers get
-        WorkItem.data_position.
+        """FinishedItem.data_position of each dp rank's last item that had one. Trainers get WorkItem.data_position, and when they
+        join those of their own ranks.
         """
 
     @property
     def ended_tracked_json(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Tracked objects at the end of the loop body of that step: JSON text by name. The loop then continues with the next step.
-        Empty: not reported yet, so a trainer that joins repeats what follows optimizer.step() in the loop body.
+        Empty: not reported yet, so a trainer that joins repeats the loop body without effect.
         """
 
     def __init__(
@@ -2095,7 +2095,7 @@ class FinishedItem(google.protobuf.message.Message):
     number: builtins.int
     """WorkItem.number."""
     data_position: builtins.str
-    """Where the dp rank's streams of samples continue after this item, at most 16 KiB. Trainers define the text. Empty:
+    """Where the dp rank's streams of samples continue after this item, at most 32 KiB. Trainers define the text. Empty:
     where they continued before. All trainers of a replica report the same.
     """
     gradient_sample: builtins.int
@@ -2593,6 +2593,7 @@ class CommitStepResponse(google.protobuf.message.Message):
     RECORD_S_FIELD_NUMBER: builtins.int
     STALENESS_FIELD_NUMBER: builtins.int
     MEANS_FIELD_NUMBER: builtins.int
+    ACTING_FIELD_NUMBER: builtins.int
     committed: builtins.bool
     """False: repeat the request."""
     grad_norm: builtins.float
@@ -2645,6 +2646,10 @@ class CommitStepResponse(google.protobuf.message.Message):
         it. Empty: nothing was logged, or the record of the commit is no longer kept.
         """
 
+    @property
+    def acting(self) -> global___ActingRanks:
+        """The ranks for which the caller acts after this commit. Unset in an asynchronous run."""
+
     def __init__(
         self,
         *,
@@ -2663,9 +2668,12 @@ class CommitStepResponse(google.protobuf.message.Message):
         record_s: builtins.float = ...,
         staleness: builtins.int | None = ...,
         means: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        acting: global___ActingRanks | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "staleness", b"staleness", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "committed", b"committed", "grad_norm", b"grad_norm", "means", b"means", "new_state", b"new_state", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_acting", b"_acting", "_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "acting", b"acting", "next_work", b"next_work", "previous_update", b"previous_update", "residuals", b"residuals", "staleness", b"staleness", "state", b"state"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_acting", b"_acting", "_previous_update", b"_previous_update", "_staleness", b"_staleness", "_state", b"_state", "acting", b"acting", "committed", b"committed", "grad_norm", b"grad_norm", "means", b"means", "new_state", b"new_state", "next_work", b"next_work", "partitions", b"partitions", "placement", b"placement", "previous_update", b"previous_update", "record_s", b"record_s", "residuals", b"residuals", "skipped", b"skipped", "staleness", b"staleness", "state", b"state", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_acting", b"_acting"]) -> typing.Literal["acting"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_previous_update", b"_previous_update"]) -> typing.Literal["previous_update"] | None: ...
     @typing.overload
@@ -2674,6 +2682,29 @@ class CommitStepResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_state", b"_state"]) -> typing.Literal["state"] | None: ...
 
 global___CommitStepResponse = CommitStepResponse
+
+@typing.final
+class ActingRanks(google.protobuf.message.Message):
+    """Logical ranks for which one trainer acts after a commit: it prints, logs and saves, for example, if it acts for rank 0."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GLOBAL_RANKS_FIELD_NUMBER: builtins.int
+    @property
+    def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ranks whose work items, as they count, this trainer has computed, and ranks of trainers that were gone at the commit.
+        Exactly one trainer acts for each rank, unless it is lost. If the caller has joined since the commit, also ranks of
+        trainers that are gone now.
+        """
+
+    def __init__(
+        self,
+        *,
+        global_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["global_ranks", b"global_ranks"]) -> None: ...
+
+global___ActingRanks = ActingRanks
 
 @typing.final
 class UpdateDuration(google.protobuf.message.Message):

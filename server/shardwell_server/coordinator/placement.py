@@ -162,9 +162,7 @@ class UnitPlacer:
             return cluster.can_place(wanted) or None
 
         if not await poll(cluster.changed, check, wait_s):
-            raise UnavailableError(
-                f"run {run.name!r} {cluster.describe_waiting(wanted)}",
-            )
+            raise UnavailableError(f"run {run.name!r} {cluster.describe_waiting(wanted)}")
 
     async def _place(self, run: Run, layout: UnitLayout) -> Unit | None:
         """Places a new unit, or a unit whose owners do not all have its memory and that has no values yet.

@@ -24,7 +24,7 @@ from shardwell_server.coordinator.steps.committed_steps import CommittedSteps
 from shardwell_server.coordinator.steps.reports import EqualGradients
 from shardwell_server.coordinator.steps.step import Step
 from shardwell_server.coordinator.steps.work import AsynchronousWork, SynchronousWork
-from shardwell_server.coordinator.storage.records import CommitRecord
+from shardwell_server.coordinator.storage.records import KEPT_COMMITS, CommitRecord
 from shardwell_wire.errors import RunDeletedError
 from shardwell_wire.model.layout import UnitLayout
 from shardwell_wire.model.names import RunIdentity
@@ -322,9 +322,26 @@ class Run:
     def advance(self, step: Step, record: CommitRecord, state: coordinator_pb2.RunState | None) -> None:
         """Starts the step after a step whose commit record is durable. The caller notifies ``changed``."""
         self.commits.append(record, state, self.units.updated_processes, self.clock())
+        acting = self.commits.acting[record.step] = dict[str, list[int]]()
+        for item in step.items.values():
+            for rank, played in item.members.items():
+                trainer = self.members.by_name.get(played.trainer)
+                is_live = trainer is not None and trainer.state is MemberState.LIVE
+                name = played.trainer if is_live else self.owners.lowest_live_trainer(rank) or played.trainer
+                acting.setdefault(name, []).append(rank)
+        self.commits.acting.pop(record.step - KEPT_COMMITS, None)
         self.work.advance(step)
         # The response of an rpc in progress tells its trainer about the commit.
         tell(member for member in self.members if not member.rpcs_in_progress)
+
+    def acting_ranks(self, number: int, member: Member) -> list[int]:
+        """Returns ``ActingRanks.global_ranks`` of a trainer that may have joined after the commit of a step."""
+        acting = self.commits.acting.get(number)
+        if acting is None:  # a former coordinator has committed it
+            return self.owners.ranks_of(member.name) if number == self.committed_step - 1 else []
+        gone = [rank for name, ranks in acting.items() if name not in self.members.live for rank in ranks]
+        others = [rank for rank in gone if self.owners.lowest_live_trainer(rank) == member.name]
+        return sorted({*acting.get(member.name, ()), *others})
 
     async def wait_until_updated(self) -> None:
         """Returns when every server has acknowledged the update of the last commit, and its shards, and no former

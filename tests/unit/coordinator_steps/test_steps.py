@@ -259,8 +259,8 @@ async def test_positions_of_streams_are_stored_and_leased(cluster: Harness) -> N
 
     a, b = trainers = await cluster.team_with_unit("a", "b")
     assert positions(a) == {0: ""}
-    with pytest.raises(InvalidRequestError, match="the position of a stream of samples has 20002 bytes"):
-        await a.finish(0, reports(a, "x" * 20_000))
+    with pytest.raises(InvalidRequestError, match="the position of a stream of samples has 40002 bytes"):
+        await a.finish(0, reports(a, "x" * 40_000))
     for step, position in enumerate(["one", "", "two"]):
         for trainer in trainers:
             await trainer.finish(step, reports(trainer, position))

@@ -62,7 +62,7 @@ OTHER_TEXTS = {
     "algorithm": "one of the table of optimizers",
     "cached_request_id": "compared with a request id",
     "checkpoint_id": "compared with the id of a checkpoint; a file has the coordinator's id",
-    "data_position": "stored, and sent to trainers of the run only; at most 16 KiB",
+    "data_position": "stored, and sent to trainers of the run only; at most 32 KiB",
     "error": "shown, at most 500 characters",
     "expected": "KeyValueStore: at most 8 MiB",
     "id": "of a device: shown, and compared with those of other trainers; at most 300 characters",

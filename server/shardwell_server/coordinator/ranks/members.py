@@ -222,9 +222,7 @@ class Member:
         self.transports = transports
         self.unreachable = tuple(
             UnreachableServer(
-                report.address[:_MAX_ADDRESS_LENGTH],
-                now - max(0.0, report.for_s),
-                report.reason[:_MAX_REASON_LENGTH],
+                report.address[:_MAX_ADDRESS_LENGTH], now - max(0.0, report.for_s), report.reason[:_MAX_REASON_LENGTH]
             )
             for report in itertools.islice(unreachable, _MAX_UNREACHABLE)
         )

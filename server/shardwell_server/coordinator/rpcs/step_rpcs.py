@@ -128,14 +128,7 @@ class StepRpcs(CoordinatorRpcs):
                 item.require_same_gradients()
 
     def _find_work(
-        self,
-        run: Run,
-        member: Member,
-        step: Step,
-        reported: Set[int],
-        *,
-        accept_work: bool,
-        accept_twins: bool,
+        self, run: Run, member: Member, step: Step, reported: Set[int], *, accept_work: bool, accept_twins: bool
     ) -> coordinator_pb2.FinishWorkResponse | None:
         run.require_member(member.name, member.epoch)
         if not run.work.is_in_flight(step):
@@ -354,12 +347,7 @@ class StepRpcs(CoordinatorRpcs):
         return response or coordinator_pb2.CommitStepResponse(waiting_for=self._explain_stall(run).lines)
 
     async def _try_commit(
-        self,
-        run: Run,
-        member: Member,
-        step: Step,
-        item: coordinator_pb2.ItemName | None,
-        proposal: StepProposal,
+        self, run: Run, member: Member, step: Step, item: coordinator_pb2.ItemName | None, proposal: StepProposal
     ) -> coordinator_pb2.CommitStepResponse | None:
         """Commits the step if all work is finished and the leader has proposed. Otherwise returns None."""
         self._coordinator.servers.require_available(run)
@@ -396,12 +384,7 @@ class StepRpcs(CoordinatorRpcs):
         return step.partitions.assign(member.name, position, run.members.live, run.changes.next_epoch)
 
     def _committed_response(
-        self,
-        run: Run,
-        member: Member,
-        number: int,
-        item: coordinator_pb2.ItemName | None,
-        proposal: StepProposal,
+        self, run: Run, member: Member, number: int, item: coordinator_pb2.ItemName | None, proposal: StepProposal
     ) -> coordinator_pb2.CommitStepResponse:
         """Returns the response for a committed step, with the caller's current work and the run's current state."""
         record = _record_of(run, number, item)
@@ -426,6 +409,10 @@ class StepRpcs(CoordinatorRpcs):
             staleness=None if record is None else record.staleness,
             means=json.loads(record.means) if record is not None and record.means else None,
         )
+        if item is None:  # the run is synchronous
+            acting, is_known = run.commits.acting.get(number, {}), number >= member.joined_step
+            ranks = acting.get(member.name, []) if acting and is_known else run.acting_ranks(number, member)
+            response.acting.global_ranks.extend(ranks)
         if (update := run.commits.update_before(number)) is not None:
             response.previous_update.server, response.previous_update.duration_s = update.server_id, update.duration_s
         state = run.commits.state

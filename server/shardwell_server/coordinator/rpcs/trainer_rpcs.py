@@ -90,7 +90,9 @@ class TrainerRpcs(CoordinatorRpcs):
         self._issuer.prove_leases(run, response.work.items)
         if run.commits.state is not None:
             response.state.CopyFrom(run.commits.state)
-            response.state.ClearField("data_positions")
+            own = {at.coordinates.dp_rank for at in response.rank_assignments}
+            for other in response.state.data_positions.keys() - own:
+                del response.state.data_positions[other]
         if (checkpoint := run.checkpoints.saved_at(run.committed_step)) is not None:
             response.checkpoint_url = checkpoint.url
         return response

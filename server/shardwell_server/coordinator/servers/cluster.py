@@ -9,12 +9,7 @@ from enum import Enum
 from shardwell_server.coordinator.connection import MembershipConnection
 from shardwell_server.coordinator.signals import Signal
 from shardwell_server.coordinator.storage.records import ServerRecord
-from shardwell_wire.errors import (
-    DuplicateError,
-    InvalidRequestError,
-    NotFoundError,
-    StaleEpochError,
-)
+from shardwell_wire.errors import DuplicateError, InvalidRequestError, NotFoundError, StaleEpochError
 from shardwell_wire.host.server_folders import boot_of
 from shardwell_wire.model.names import check_id, check_name, is_address, nearest
 from shardwell_wire.v1 import coordinator_pb2

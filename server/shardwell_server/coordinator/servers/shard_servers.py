@@ -14,12 +14,7 @@ from shardwell_server.coordinator.servers.cluster import Cluster, Server, Server
 from shardwell_server.coordinator.servers.copies import Copies
 from shardwell_server.coordinator.servers.shard_client import ShardCalls
 from shardwell_server.coordinator.storage.records import ShardRecord
-from shardwell_wire.errors import (
-    ConflictError,
-    ShardwellError,
-    StaleEpochError,
-    UnavailableError,
-)
+from shardwell_wire.errors import ConflictError, ShardwellError, StaleEpochError, UnavailableError
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
 _NOT_FOUND = "it did not take them up, see its log from its start"

@@ -67,6 +67,8 @@ class CommittedSteps:
         """True while a commit record is being written. It is then too late to reset a work item."""
         self.record_s = 0.0
         """How long it took to write the last commit record; 0 after a restart."""
+        self.acting: dict[int, dict[str, list[int]]] = {}
+        """Ranks for which each trainer acts after a step, by step. Only commits since the start of the coordinator."""
         self.durations = Durations(_STEP_BOUNDS)
         """Times between two commits since the start of the coordinator."""
         self._committed_s: float | None = None
@@ -131,7 +133,7 @@ class CommittedSteps:
         while self.logged and self.logged[-1].step >= self.count:  # it was rolled back to an earlier step
             self.logged.pop()
         self.state = state
-        self.pending_updates = {}
+        self.pending_updates, self.acting = {}, {}
 
     def check_algorithms(self, optimizer: common_pb2.OptimizerStep, layouts: Sequence[UnitLayout]) -> None:
         """Raises ConflictError if a parameter has optimizer state of another algorithm."""
