@@ -125,9 +125,7 @@ class Stream:
             if state is None and samples:
                 logger.info("%d samples of data rank %d are read again, to continue after them", samples, dp_rank)
                 deque(islice(iterator, samples), maxlen=0)
-            if at is not None and (
-                samples or not epoch
-            ):  # at a later epoch's start, the stream begins as without a move
+            if at is not None and (samples or not epoch):  # at a later epoch's start, it begins as without a move
                 when_found()
             batch: list[Any] = []
             for sample in iterator:

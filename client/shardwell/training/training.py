@@ -244,8 +244,7 @@ class TrackedObjects:
         self._committed: set[str] = set()
         """Names of objects whose state was part of a commit of this trainer."""
         self.restored = False
-        """True if an object has the state of a call of ``optimizer.step()``. The trainer then repeats the end of the
-        last committed step."""
+        """True if an object has the state of a call of ``optimizer.step()``, whose iteration is then repeated."""
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Adds objects by name, and restores those whose state the run has stored.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed, seed_batch
 from shardwell.step.step_commit import StepUpdate
-from shardwell.step.step_state import StepState, WorkItemState
+from shardwell.step.step_state import WorkItemState
 from shardwell.training.batch_sources import BatchFunction, BatchOptions, batch_function, is_stream, read_loader
 from shardwell.training.batch_workers import BatchWorkers, pin
 from shardwell.training.step_in_flight import StepInFlight
@@ -49,18 +49,13 @@ class LoopPosition:
     means: Mapping[str, float] = field(default_factory=UnknownMeans)
     """Means of the logged numbers in the last of these commits, by name."""
     global_ranks: list[int] = field(default_factory=list)
-    """See ``Step``."""
     twin_ranks: set[int] = field(default_factory=set)
-    """See ``Step``."""
+    """See ``Step``, as for ``global_ranks``."""
 
     @property
     def step(self) -> int:
         """The run's step that the next ``optimizer.step()`` commits, unless it is committed already."""
         return self.number * self.optimizer_steps + self.commits
-
-    def is_committed(self, state: StepState) -> bool:
-        """True if the step of the next ``optimizer.step()`` is committed already: the iteration is repeated."""
-        return self.step < state.position and not state.asynchronous
 
     def refuse_commit(self) -> NoReturn:
         """Raises UsageError: the loop body has called ``optimizer.step()`` as often as declared."""
@@ -90,12 +85,10 @@ class Step:
         number: Number of the step, from 0. With one ``optimizer.step()`` in the loop body, the step reads the weights
             of this version and makes the next version.
         global_ranks: Before ``optimizer.step()``, the logical ranks whose work items this trainer has started in this
-            step, in this order. They differ from ``session.global_rank`` while the trainer computes the work of a lost
-            trainer. After ``optimizer.step()``, the ranks whose committed work this trainer has computed, and those of
-            trainers that are gone. Then one trainer has rank 0: it prints, logs and saves. In an iteration that has
-            lost its effect, none.
-        twin_ranks: Before ``optimizer.step()``, those of them whose trainer is late, and computes the same work at the
-            same time.
+            step, in this order, also those of lost trainers. After ``optimizer.step()``, the ranks whose committed work
+            it has computed, and those of trainers that are gone. One trainer has rank 0 then, to print, log and save.
+            No trainer has a rank in an iteration that has lost its effect.
+        twin_ranks: Before ``optimizer.step()``, those of them whose trainer is late, and computes the same work.
 
     Args:
         loop: Position of the loop.
@@ -169,9 +162,8 @@ class Step:
 
         Before each batch, the generators of torch, Python and NumPy are seeded as a function of (run seed, step,
         dp_rank). Random transforms and dropout are therefore the same on every trainer that computes the item. The loop
-        ends when all trainers have finished the step's work. It yields nothing on a spare that is not needed. A trainer
-        with a rank whose work is done already, by another trainer or before the script was started again, gets the
-        rank's batch all the same, and its gradients are dropped. See Note: [Work without effect].
+        ends when all trainers have finished the step's work. It yields nothing on a spare that is not needed. If the
+        work of a trainer's rank is done already, the rank's batch is yielded all the same, and its gradients dropped.
 
         Args:
             source: A function ``(step, dp_rank) -> batch``; a map-style dataset; a stream, such as an
@@ -246,7 +238,8 @@ class Step:
         work, state = self._work, self._work.state
         work.settle()
         self._has_batches = False
-        if not work.rejoining.join_again() or work.iteration.voided or self._loop.is_committed(state):
+        has_effect = work.rejoining.join_again() and not work.iteration.voided
+        if not has_effect or (state.position > self._loop.step and not state.asynchronous):
             yield from self._compute_without_effect(make_batch, num_samples)
             return
         if self._looped_for == self._loop.commits and work.state.items and not work.state.unfinished:
@@ -272,11 +265,11 @@ class Step:
 
     def _compute_without_effect(self, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         """Yields the batches of this trainer's ranks. See Note: [Work without effect]."""
-        work, is_committed = self._work, self._loop.is_committed(self._work.state)
+        work = self._work
         work.items.start_batches()
         for item in work.items.without_effect():
             yield from self._compute(item, make_batch, num_samples)
-        if is_committed:
+        if work.state.position > self._loop.step:
             work.state.in_batches = False  # of the step in flight, which comes next
 
     def _compute(self, item: WorkItemState, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
@@ -517,8 +510,7 @@ class TrainingLoop:
         if position is None:
             return updated
         if not voided:
-            position.commits += 1
-            position.means = self._in_flight.means
+            position.commits, position.means = position.commits + 1, self._in_flight.means
         acting = coordinator_pb2.ActingRanks() if voided else self._in_flight.acting
         if acting is not None:
             position.global_ranks[:] = acting.global_ranks

@@ -7,16 +7,14 @@ Note: [SIGTERM]
     then would end without leaving.
 
 Note: [Work without effect]
-    No iteration of a trainer with a rank is without batches: the loop body reads names that the loop over
-    ``step.batches`` sets. If the work of its ranks is done already, the trainer computes it once more. This happens if
-    the run was interrupted between ``optimizer.step()`` and the end of the loop body: the state of tracked objects at
-    the end is not known, so the script's next process repeats the iteration of the last commit. It also happens if
-    other trainers have computed the work while this one was away, or if it lost its place in the run.
+    A loop body reads names that its loop over ``step.batches`` sets. A trainer with a rank therefore gets a batch in
+    each iteration, and computes its work once more if this is done already. This happens if the run was interrupted
+    between ``optimizer.step()`` and the end of the loop body: the tracked objects at the end are not known, so the next
+    process repeats the iteration. It also happens if another trainer has computed the work while this one was away.
 
-    Such work is that of an attempt which is over: it reads the newest weights, its gradients are dropped, and buffers
-    are restored. The data, the seed and so the random numbers are those of the step. In a repeated iteration, which
-    starts with the tracked objects of the commit, ``optimizer.step()`` restores them once more, because the loop body
-    may have changed them before, and returns the commit that was recorded.
+    Such work is an attempt that is over: it reads the newest weights, its gradients are dropped, and buffers are
+    restored. Data and seed are those of the step. In a repeated iteration, ``optimizer.step()`` restores the tracked
+    objects, which the loop body may have changed before, and returns the commit that was recorded.
 """
 
 from __future__ import annotations
