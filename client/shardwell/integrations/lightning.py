@@ -172,7 +172,8 @@ class ShardwellStrategy(SingleDeviceStrategy):
                 )
             assert self._tracked is not None
             self._tracked.restored = None  # the loops are there
-            for batches in step.batches(self._batches, **self._workers):
+            is_repeated = step.number < self._session.step  # Lightning would log its losses again
+            for batches in () if is_repeated else step.batches(self._batches, **self._workers):
                 step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
             self.precision_plugin._after_closure(module, optimizer)
             optimizer.step()

@@ -505,8 +505,7 @@ class TrainingLoop:
         position = self._position
         if position is not None and not self.iteration.voided and position.commits == position.optimizer_steps:
             position.refuse_commit()
-        updated = self._in_flight.commit(step, update)
-        voided = self.iteration.voided
+        updated, voided = self._in_flight.commit(step, update), self.iteration.voided
         if position is None:
             return updated
         if not voided:
