@@ -35,7 +35,7 @@ from shardwell.transport.base import (
     ignore,
 )
 from shardwell.transport.relay_connection import RelayConnection, RelayLostError
-from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Resending
+from shardwell.transport.resending import SHARED_TRANSFER, TRANSFER, Operation, Resending
 from shardwell.transport.server_connection import ServerConnection
 from shardwell.transport.shared_vector import SegmentLocation, SharedVector
 from shardwell_wire import fault_points
@@ -83,9 +83,9 @@ class ShardOwner(Resending[ServerConnection]):
         """Replaces the owner. Operations that fail at the former owner are repeated at the new one."""
         self.server = server
 
-    def _has_moved(self, server: ServerConnection, error: ShardwellError, member: bool) -> bool:
+    def _has_moved(self, server: ServerConnection, error: ShardwellError, operation: Operation, member: bool) -> bool:
         if self.server is server:
-            self.policy.settle()
+            self.policy.settle(mapped=not operation.holds_copy)
         if self._is_cut_anew:
             self.policy.require_valid()
             raise StaleEpochError(f"the run was rolled back, and the shard was cut anew: {error}") from error
@@ -149,6 +149,8 @@ class ShardFetch(ShardRead):
             operation = SHARED_TRANSFER
         elif version is not None and target.kept is not None and target.read_kept(version):
             return version
+        if past_copy:
+            operation = replace(operation, holds_copy=True)
         limit_s = remote.wait_limit_s
         until_s = None if version is None else time.monotonic() + limit_s
         # No attribute refers to `nearly_done`: it refers to this fetch, and a cycle would keep the target in memory.

@@ -6,6 +6,9 @@ Note: [Moved shards]
     coordinator and from the membership stream. A thread of this trainer then asks for the present owners and connects
     to them. Operations that a move has broken wait for this thread and are repeated at the new owner
     (``Resending.run``). Nothing else in the trainer depends on where a shard is.
+
+    The thread then maps shards again that were read in place. It first waits for the transfer that fills the shard's
+    copy on this host. Such a transfer therefore waits only until the shard is connected, not until it is mapped.
 """
 
 from __future__ import annotations
@@ -36,8 +39,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _LIST_AGAIN_S = 0.5
 """How long a server that cannot be reached is retried before the owners are listed again."""
 
-MoveShards = Callable[[coordinator_pb2.ListUnitsResponse, bool], None]
-"""``(units, anew)``: moves all shards to their owners; ``anew``: through new connections and mappings."""
+ConnectShards = Callable[[coordinator_pb2.ListUnitsResponse, bool], None]
+"""``(units, anew)``: connects all shards to their owners; ``anew``: through new connections."""
+
+MapShards = Callable[[bool], None]
+"""``(anew)``: maps the shards that have moved; ``anew``: without waiting for the versions that were read."""
 
 
 class ShardRelocations(ResendPolicy):
@@ -55,11 +61,13 @@ class ShardRelocations(ResendPolicy):
     def __init__(self, membership: Membership, limit_s: float) -> None:
         super().__init__(limit_s)
         self._membership = membership
-        self._move: MoveShards | None = None
+        self._connect: ConnectShards | None = None
+        self._map: MapShards | None = None
         self._changed = threading.Condition()
         """Protects the next fields."""
-        self._applied = membership.joined.placement
-        self._requests, self._served = 0, 0
+        self._requests = 0
+        self._connected = self._mapped = (membership.joined.placement, 0)
+        """The placement and the number of requests that are served."""
         self._anew = False
         self._error: ShardwellError | None = None
         self._closed = False
@@ -67,9 +75,9 @@ class ShardRelocations(ResendPolicy):
         self._listed, self._listed_s = 0, 0.0
         """Placement and time of the last list of owners. Used in the thread only."""
 
-    def attach(self, move: MoveShards) -> None:
-        """Sets the function that moves the shards, which is called in the background thread from now on."""
-        self._move = move
+    def attach(self, connect: ConnectShards, map_shards: MapShards) -> None:
+        """Sets the functions that move the shards, which are called in the background thread from now on."""
+        self._connect, self._map = connect, map_shards
         self._membership.when_news, self._membership.when_lapsed = self.wake, self.refresh
 
     def wake(self) -> None:
@@ -99,11 +107,11 @@ class ShardRelocations(ResendPolicy):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._is_pending(), min(limit_s, self.wait_limit_s))
 
-    def settle(self) -> None:
+    def settle(self, *, mapped: bool = True) -> None:
         if threading.current_thread() is self._thread:
             return
         with self._changed:
-            settled = self._changed.wait_for(lambda: self._closed or not self._is_pending(), self.wait_limit_s)
+            settled = self._changed.wait_for(lambda: self._closed or not self._is_pending(mapped), self.wait_limit_s)
             error = self._error
         self._membership.check()
         if not settled:
@@ -138,8 +146,9 @@ class ShardRelocations(ResendPolicy):
             self._closed = True
             self._changed.notify_all()
 
-    def _is_pending(self) -> bool:
-        return self._membership.placement > self._applied or self._requests > self._served
+    def _is_pending(self, mapped: bool = True) -> bool:
+        placement, requests = self._mapped if mapped else self._connected
+        return self._membership.placement > placement or self._requests > requests
 
     def _run(self) -> None:
         pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -155,8 +164,12 @@ class ShardRelocations(ResendPolicy):
             try:
                 units = self._membership.list_units()
                 self._listed, self._listed_s = units.placement, time.monotonic()
-                assert self._move is not None
-                self._move(units, anew)
+                assert self._connect is not None and self._map is not None
+                self._connect(units, anew)
+                with self._changed:
+                    self._connected = (units.placement, requests)
+                    self._changed.notify_all()
+                self._map(anew)
             except (ShardwellError, OSError) as error:
                 logger.info("shards have moved, and cannot be reached yet: %s", error)
                 with self._changed:
@@ -167,7 +180,7 @@ class ShardRelocations(ResendPolicy):
             pauses = backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
             logger.info("placement %d of the shards applied in %.3f s", units.placement, time.monotonic() - started)
             with self._changed:
-                self._applied, self._served, self._error = units.placement, requests, None
+                self._mapped, self._error = self._connected, None
                 self._changed.notify_all()
 
 

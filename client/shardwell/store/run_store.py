@@ -102,7 +102,7 @@ class RunStore:
                 MovableUnits(self.buffers.units, lambda: self._buffer_wire, self.buffers.remap),
             ),
         )
-        self._relocations.attach(moves.move)
+        self._relocations.attach(moves.connect, moves.map)
         group = form_node_group(membership, config) if config.transfers.node_group != "none" else None
         self._node = NodeGathers(group, self._fetches) if group is not None else None
         """Gathers units together with the other trainers of the node, if ``node_group`` is set."""

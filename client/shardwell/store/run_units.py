@@ -75,12 +75,12 @@ class UnitMoves:
         self._unmapped: defaultdict[int, set[int]] = defaultdict(set)
         """Numbers of moved shards that are not mapped again yet, by unit index."""
 
-    def move(self, listed: coordinator_pb2.ListUnitsResponse, anew: bool) -> None:
-        """Moves all shards to their owners. Called again if it has failed.
+    def connect(self, listed: coordinator_pb2.ListUnitsResponse, anew: bool) -> None:
+        """Connects all shards to their owners. Called again if it or ``map`` has failed.
 
         Args:
             listed: The owners.
-            anew: Whether to open new connections and mappings to all owners.
+            anew: Whether to open new connections to all owners.
         """
         if anew:
             self._replaced += self._servers.forget()
@@ -91,6 +91,9 @@ class UnitMoves:
         used = {shard.server for kind in self._kinds for unit in kind.units.values() for shard in unit.shards}
         self._servers.retire([server for server in dict.fromkeys(self._replaced) if server not in used])
         self._replaced.clear()
+
+    def map(self, anew: bool) -> None:
+        """Maps the shards that have moved. ``anew``: without waiting for the versions that were read."""
         for kind in self._kinds:
             for index in [index for index in self._unmapped if index in kind.units]:
                 kind.units[index] = kind.remap(kind.units[index], sorted(self._unmapped[index]), not anew)

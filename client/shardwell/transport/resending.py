@@ -82,6 +82,8 @@ class Operation:
     """Attempts in a row with a wrong checksum before the operation fails."""
     is_shared: bool = False
     """Whether it needs the transport through shared memory."""
+    holds_copy: bool = False
+    """Whether its caller holds a copy of the shard on this host, for which the thread that moves shards waits."""
 
 
 TRANSFER = Operation("a transfer")
@@ -134,8 +136,11 @@ class ResendPolicy:
     def ask(self) -> None:
         """Asks the coordinator; raises if this trainer cannot continue."""
 
-    def settle(self) -> None:
+    def settle(self, *, mapped: bool = True) -> None:
         """Waits until all moves of shards that the coordinator has reported are applied.
+
+        Args:
+            mapped: Whether to wait until the shards are mapped again, too, and not only connected to their owners.
 
         Raises:
             UnavailableError: They could not be applied in time.
@@ -217,7 +222,7 @@ class Resending(Generic[Server]):
                         failures.pause(error, server)
                     except ShardwellError as final:
                         # An error that is raised here is the final one, with the reason that the coordinator knows.
-                        if not self._has_moved(server, final, member):
+                        if not self._has_moved(server, final, operation, member):
                             waits_on = until_s is not None and wait_s >= ASK_S and time.monotonic() < until_s
                             if not waits_on or not isinstance(final, DeadlineError):
                                 raise
@@ -231,7 +236,7 @@ class Resending(Generic[Server]):
         finally:
             server.in_flight.pop(token, None)
 
-    def _has_moved(self, server: Server, error: ShardwellError, member: bool) -> bool:
+    def _has_moved(self, server: Server, error: ShardwellError, operation: Operation, member: bool) -> bool:
         """Returns whether the operation is to be repeated at another server. Raises if that is pointless."""
         return False
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shardwell.data_plane.host_copy import HostCopies, HostCopy
 from shardwell.data_plane.shard import RemoteShard, Wire
+from shardwell.store.run_servers import ShardRelocations
 from shardwell.transport.resending import ASK_S, ReachedServer, ResendPolicy
-from shardwell_wire.errors import DeadlineError, StaleEpochError
+from shardwell_wire.errors import DeadlineError, StaleEpochError, UnavailableError
 from shardwell_wire.model.names import RunIdentity
 from tests.support.shard_server import PLAIN
 
@@ -36,7 +39,7 @@ class Moves(ResendPolicy):
         super().__init__()
         self._checks = checks
 
-    def settle(self) -> None:
+    def settle(self, *, mapped: bool = True) -> None:
         """No shard moves."""
 
     def require_valid(self) -> None:
@@ -71,3 +74,54 @@ def test_wait_for_a_version_ends_at_the_limit(wait: Callable[[RemoteShard], int]
     with pytest.raises(DeadlineError, match="version 3"):
         wait(shard(server, wait_limit_s=0.5))
     assert len(server.waits) == 1 and server.waits[0] <= 0.5
+
+
+class Server(ReachedServer):
+    """Fills the shard with a byte."""
+
+    def __init__(self, policy: ResendPolicy, byte: bytes) -> None:
+        super().__init__("s:1", policy)
+        self._byte = byte
+
+    def fetch(self, read: Any, **_: object) -> int:
+        read.target.memory[:] = self._byte * len(read.target.memory)
+        return int(read.version)
+
+
+class LostServer(ReachedServer):
+    """Its shards have another server when a fetch finds out that it is gone."""
+
+    def __init__(self, policy: ResendPolicy, move: Callable[[], None]) -> None:
+        super().__init__("s:0", policy)
+        self._move = move
+        self.closed.set()
+
+    def fetch(self, read: Any, **_: object) -> int:
+        self._move()
+        raise UnavailableError("the server is gone")
+
+
+def test_fetch_to_a_copy_goes_on_while_the_shard_is_mapped_again() -> None:
+    """The thread that moves shards waits for the copy, and the fetch that fills it waits for another server."""
+    membership: Any = SimpleNamespace(run="r", joined=SimpleNamespace(placement=0), placement=0)
+    membership.list_units = lambda: SimpleNamespace(placement=membership.placement)
+    membership.check = membership.require_valid = lambda: None
+    moves, mapped = ShardRelocations(membership, 20.0), list[bool]()
+
+    def move() -> None:
+        membership.placement = 1
+        moves.wake()
+
+    remote = shard(LostServer(moves, move), wait_limit_s=20.0)
+    copy = HostCopy(remote.address, HostCopies())
+
+    def map_again(_: bool) -> None:
+        with copy.unchanged():
+            mapped.append(copy.shows(3))
+
+    present: Any = Server(moves, b"x")
+    moves.attach(lambda units, anew: remote.move(present), map_again)
+    remote.fetch_copy(copy, 3)
+    moves.settle()
+    moves.close()
+    assert mapped == [True]
