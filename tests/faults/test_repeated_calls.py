@@ -199,7 +199,8 @@ class Cluster:
         """Yields a function that calls the coordinator over a call connection."""
         with closing(CoordinatorClient(self.address)) as client:
             port = int(self.address.rpartition(":")[2])
-            (offer,) = (each.offer for each in self._servers if each.offer and each.offer.grpc_port == port)
+            offers = [each.offer() for each in self._servers]
+            (offer,) = (each for each in offers if each is not None and each.grpc_port == port)
             client.use_calls(offer)
             yield partial(client.call, timeout_s=30.0, retry_for_s=30.0)
 

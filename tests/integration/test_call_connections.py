@@ -72,7 +72,7 @@ class Served:
             SHARD_SERVICE + "DescribeStep": self._slow,
         }
         self.run(self.server.start(rpcs, admit, grpc_port=GRPC_PORT))
-        offer = self.server.offer
+        offer = self.server.offer()
         assert offer is not None
         self.offer = offer
 
@@ -266,7 +266,9 @@ def test_no_token_is_sent_to_a_process_that_does_not_know_the_secret(caplog: pyt
 
         other = threading.Thread(target=answer)
         other.start()
-        offer = common_pb2.CallPort(port=listener.getsockname()[1], grpc_port=GRPC_PORT, secret=b"s" * 32)
+        offer = common_pb2.CallPort(
+            port=listener.getsockname()[1], grpc_port=GRPC_PORT, secret=b"s" * 32, client_id=bytes(16)
+        )
         found = CallConnections(lambda: ADDRESS, "the server")
         with caplog.at_level("INFO"):
             found.connect(offer)
@@ -274,6 +276,42 @@ def test_no_token_is_sent_to_a_process_that_does_not_know_the_secret(caplog: pyt
     assert len(received[0]) == call_frames.HELLO_BYTES
     assert received[1] == b""
     assert "another process than the server listens at port" in caplog.text
+
+
+def test_reader_cannot_pass_as_the_server_to_another_caller(served: Served) -> None:
+    key = new_key()
+    roles = [(Role.TRAINER, False), (Role.READER, True), (Role.READER, True)]
+    tokens = [key.mint(role, run="gpt", run_id="1", lifetime_s=at + 60) for at, (role, _) in enumerate(roles)]
+    offers = [
+        served.server.offer(key.verify(token), is_reader=is_reader)
+        for token, (_, is_reader) in zip(tokens, roles, strict=True)
+    ]
+    assert len({offer.secret for offer in offers if offer is not None}) == 3
+    _, known, _ = offers
+    assert known is not None
+    for offer in offers:
+        assert offer is not None
+        CallConnection("127.0.0.1", offer, "the server").close()
+        if offer is not known:
+            other = common_pb2.CallPort(port=offer.port, secret=known.secret, client_id=offer.client_id)
+            with pytest.raises(CallConnectionError, match="another process than the server listens"):
+                CallConnection("127.0.0.1", other, "the server")
+    until(lambda: not served.connection_count)
+
+
+def test_further_readers_use_grpc(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_server, "MAX_READERS", 1)
+    offer = served.server.offer(is_reader=True)
+    assert offer is not None
+    first = CallConnection("127.0.0.1", offer, "the server")
+    with pytest.raises(CallConnectionError):
+        CallConnection("127.0.0.1", offer, "the server")
+    trainer = connections(served)
+    assert call(trainer, LIST_RUNS, b"x") == b"x", "readers leave connections for trainers"
+    trainer.close()
+    first.close()
+    until(lambda: not served.connection_count)
+    CallConnection("127.0.0.1", offer, "the server").close()
 
 
 def test_connection_that_another_thread_has_closed_goes_over_grpc(served: Served) -> None:
@@ -284,7 +322,7 @@ def test_connection_that_another_thread_has_closed_goes_over_grpc(served: Served
 
 
 def test_port_that_does_not_exist_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    offer = common_pb2.CallPort(port=70_000, grpc_port=GRPC_PORT, secret=b"s" * 32)
+    offer = common_pb2.CallPort(port=70_000, grpc_port=GRPC_PORT, secret=b"s" * 32, client_id=bytes(16))
     found = CallConnections(lambda: ADDRESS, "the server")
     found.connect(offer)
     assert call(found, LIST_RUNS, b"x") is None
@@ -355,7 +393,7 @@ def test_token_is_checked_before_the_body_is_read() -> None:
 
 def test_client_without_the_secret_is_closed(served: Served) -> None:
     with socket.create_connection(("127.0.0.1", served.offer.port)) as peer:
-        peer.sendall(call_frames.MAGIC + bytes(call_frames.NONCE_BYTES + call_frames.PROOF_BYTES))
+        peer.sendall(call_frames.MAGIC + bytes(call_frames.HELLO_BYTES + call_frames.PROOF_BYTES))
         assert is_closed(peer)
     with socket.create_connection(("127.0.0.1", served.offer.port)) as peer:
         peer.sendall(b"GET / HTTP/1.1\r\n")
@@ -442,8 +480,9 @@ def test_connection_that_is_accepted_while_the_server_stops_is_closed(turns: int
     async def stop() -> None:
         server = CallServer("127.0.0.1")
         await server.start({}, lambda path, token: None, grpc_port=GRPC_PORT)
-        assert server.offer is not None
-        with socket.create_connection(("127.0.0.1", server.offer.port)) as peer:
+        offer = server.offer()
+        assert offer is not None
+        with socket.create_connection(("127.0.0.1", offer.port)) as peer:
             for _ in range(turns):
                 await asyncio.sleep(0)
             await server.stop(0.0)
@@ -461,7 +500,7 @@ def test_server_that_cannot_listen_has_no_call_connections(monkeypatch: pytest.M
         server = CallServer("[::]")
         await server.start({}, lambda path, token: None, grpc_port=GRPC_PORT)
         await server.stop(0.0)
-        return server.offer
+        return server.offer()
 
     monkeypatch.setattr(call_server, "listen", fail)
     assert asyncio.run(start()) is None
@@ -490,7 +529,7 @@ def test_stopping_server_finishes_its_requests(served: Served) -> None:
     waiting.start()
     until(lambda: len(served.calls) == 1)
     stopping = asyncio.run_coroutine_threadsafe(served.server.stop(20.0), served.loop)
-    until(lambda: served.server.offer is None)
+    until(lambda: served.server.offer() is None)
     served.release()
     stopping.result(20.0)
     waiting.join(20.0)
@@ -664,6 +703,8 @@ def test_steps_go_over_call_connections(monkeypatch: pytest.MonkeyPatch, breaks:
         until(lambda: all(server._connections for server in servers))
         reader = stack.enter_context(shardwell.attach(address, run="calls"))
         until(lambda: reader._coordinator._calls.idle is not None)
+        assert [each.is_reader for server in servers for each in server._connections].count(True) == 1
+        assert reader._calls.secret != servers[0].offer().secret  # type: ignore[union-attr]
         for step in session.steps(20):
             assert reader.version == step.number
             if breaks and step.number % 3 == 1:

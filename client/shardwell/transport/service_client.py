@@ -174,7 +174,7 @@ class CallConnection:
         try:
             set_options(self._socket)
             nonce, deadline = secrets.token_bytes(call_frames.NONCE_BYTES), time.monotonic() + _CONNECT_TIMEOUT_S
-            self._send(call_frames.MAGIC + nonce, deadline)
+            self._send(call_frames.MAGIC + calls.client_id + nonce, deadline)
             given = self._exactly(call_frames.PROOF_BYTES, deadline)
             if not call_frames.is_proof(given, End.SERVER, calls.secret, nonce):
                 raise CallConnectionError(f"another process than {peer} listens at port {calls.port}")

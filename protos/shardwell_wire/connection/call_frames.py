@@ -16,10 +16,10 @@ from enum import Enum
 MAGIC = b"SWC1"
 """First bytes of a hello. The digit is the version of the format."""
 
-NONCE_BYTES, PROOF_BYTES, SECRET_BYTES = 16, 32, 32
+CLIENT_ID_BYTES, NONCE_BYTES, PROOF_BYTES, SECRET_BYTES = 16, 16, 32, 32
 
-HELLO_BYTES = len(MAGIC) + NONCE_BYTES
-"""The client's first bytes: magic and nonce."""
+HELLO_BYTES = len(MAGIC) + CLIENT_ID_BYTES + NONCE_BYTES
+"""The client's first bytes: magic, ``CallPort.client_id`` and nonce."""
 
 WELCOME_BYTES = PROOF_BYTES + NONCE_BYTES
 """The server's first bytes: its proof, and a nonce. The client's proof follows."""

@@ -764,6 +764,7 @@ class CallPort(google.protobuf.message.Message):
     PORT_FIELD_NUMBER: builtins.int
     GRPC_PORT_FIELD_NUMBER: builtins.int
     SECRET_FIELD_NUMBER: builtins.int
+    CLIENT_ID_FIELD_NUMBER: builtins.int
     port: builtins.int
     """TCP port. 0: the server takes rpcs over gRPC only."""
     grpc_port: builtins.int
@@ -771,14 +772,19 @@ class CallPort(google.protobuf.message.Message):
     must not use `port`.
     """
     secret: builtins.bytes
-    """Random. The server proves with it that it is the one that sent this message."""
+    """The server proves with it that it is the one that sent this message. Each client_id has another secret."""
+    client_id: builtins.bytes
+    """16 bytes, which the client sends first. Callers with different tokens have different ones, so none of them can
+    pass as the server to another.
+    """
     def __init__(
         self,
         *,
         port: builtins.int = ...,
         grpc_port: builtins.int = ...,
         secret: builtins.bytes = ...,
+        client_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["grpc_port", b"grpc_port", "port", b"port", "secret", b"secret"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_id", b"client_id", "grpc_port", b"grpc_port", "port", b"port", "secret", b"secret"]) -> None: ...
 
 global___CallPort = CallPort

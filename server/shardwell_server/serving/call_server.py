@@ -7,6 +7,8 @@ gRPC stays the way for everything else, and for clients that cannot reach the po
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import secrets
 import socket
@@ -27,9 +29,9 @@ from shardwell_wire.v1 import common_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS, MAX_UNPROVEN = 4096, 128
-"""Maximum number of connections, and of those whose handshake is not complete. One more of the latter closes the oldest
-of them."""
+MAX_CONNECTIONS, MAX_READERS, MAX_UNPROVEN = 4096, 2048, 128
+"""Maximum number of connections, of those of readers, and of those whose handshake is not complete. One more of the
+last closes the oldest of them."""
 
 HANDSHAKE_LIMIT_S = 5.0
 """A connection whose handshake is not complete is closed after this time."""
@@ -53,7 +55,7 @@ class CallServer:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self.secret = secrets.token_bytes(call_frames.SECRET_BYTES)
+        self._secret = secrets.token_bytes(call_frames.SECRET_BYTES)
         self._port = self._grpc_port = 0
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
@@ -63,12 +65,22 @@ class CallServer:
         self.rpcs: Mapping[str, UnaryRpc] = {}
         self.admit: Admit = lambda path, token: None
 
-    @property
-    def offer(self) -> common_pb2.CallPort | None:
-        """What clients need to connect. None: the server does not listen."""
+    def offer(self, caller: Identity | None = None, *, is_reader: bool = False) -> common_pb2.CallPort | None:
+        """Returns what a caller needs to connect. None: the server does not listen."""
         if not self._port:
             return None
-        return common_pb2.CallPort(port=self._port, grpc_port=self._grpc_port, secret=self.secret)
+        digest = hashlib.sha256(repr(caller).encode()).digest()
+        client_id = bytes([is_reader]) + digest[1 : call_frames.CLIENT_ID_BYTES]
+        secret = self.secret_of(client_id)
+        return common_pb2.CallPort(port=self._port, grpc_port=self._grpc_port, secret=secret, client_id=client_id)
+
+    def secret_of(self, client_id: bytes) -> bytes:
+        """Returns the secret of a client id, which only callers that got an offer with it know."""
+        return hmac.digest(self._secret, client_id, "sha256")
+
+    def has_room(self) -> bool:
+        """Returns whether another reader may connect."""
+        return sum(connection.is_reader for connection in self._connections) < MAX_READERS
 
     async def start(self, rpcs: Mapping[str, UnaryRpc], admit: Admit, *, grpc_port: int) -> None:
         """Starts to listen on a free port. Without success, there are no call connections.
@@ -138,9 +150,9 @@ class _Connection(asyncio.Protocol):
         self._server, self._loop = server, asyncio.get_running_loop()
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # until the connection is made
         self._received = bytearray()
-        self._challenge = b""
+        self._challenge = self._secret = b""
         """Sent to the client. Empty: its hello has not arrived."""
-        self._is_proven = False
+        self.is_reader = self._is_proven = False
         self._admitted: tuple[RequestHeader, str, Identity | None] | None = None
         """Header, path and caller of the request whose body arrives."""
         self._handlers: set[asyncio.Task[None]] = set()
@@ -210,11 +222,16 @@ class _Connection(asyncio.Protocol):
                 raise CallConnectionError("it begins with other bytes than a call connection")
             if (hello := self._take(call_frames.HELLO_BYTES)) is None:
                 return False
-            self._challenge, nonce = secrets.token_bytes(call_frames.NONCE_BYTES), hello[len(call_frames.MAGIC) :]
-            self._transport.write(call_frames.proof(End.SERVER, self._server.secret, nonce) + self._challenge)
+            nonce_at = len(call_frames.MAGIC) + call_frames.CLIENT_ID_BYTES
+            client_id, nonce = hello[len(call_frames.MAGIC) : nonce_at], hello[nonce_at:]
+            if client_id[0] and not self._server.has_room():
+                raise CallConnectionError(f"{MAX_READERS} readers are connected, so this one uses gRPC")
+            self.is_reader, self._secret = bool(client_id[0]), self._server.secret_of(client_id)
+            self._challenge = secrets.token_bytes(call_frames.NONCE_BYTES)
+            self._transport.write(call_frames.proof(End.SERVER, self._secret, nonce) + self._challenge)
         if (given := self._take(call_frames.PROOF_BYTES)) is None:
             return False
-        if not call_frames.is_proof(given, End.CLIENT, self._server.secret, self._challenge):
+        if not call_frames.is_proof(given, End.CLIENT, self._secret, self._challenge):
             raise CallConnectionError("the client does not know the secret that was announced over gRPC")
         self._is_proven = True
         self._note_proven()

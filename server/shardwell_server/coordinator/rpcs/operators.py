@@ -249,8 +249,9 @@ class InspectionRpcs(CoordinatorRpcs):
                 run.changed.notify()
         try:
             found = await describe.describe_weights(run, self._state.cluster, request, wait_limit(call, request.wait_s))
-            if request.HasField("reader") and self._calls is not None and self._calls.offer is not None:
-                found.calls.CopyFrom(self._calls.offer)
+            calls = self._calls if request.HasField("reader") else None
+            if calls is not None and (offer := calls.offer(call.caller, is_reader=True)) is not None:
+                found.calls.CopyFrom(offer)
             return found
         finally:
             run.readers.note_answered(request.reader.reader_id, self._state.clock())

@@ -131,7 +131,7 @@ class TrainerRpcs(CoordinatorRpcs):
         run, trainers = self._exact_run(request), self._coordinator.trainers
         member = trainers.require_member(run, request.trainer, request.epoch)
         member.has_residuals = request.has_residuals
-        offer = None if self._calls is None else self._calls.offer
+        offer = None if self._calls is None else self._calls.offer(call.caller)
         async with aclosing(trainers.keep_membership(run, member)) as stream:
             async for response in stream:
                 if offer is not None:

@@ -39,11 +39,11 @@ class CallLine(asyncio.Protocol):
     """One call connection, for any number of rpcs at once. Created by ``connect``.
 
     Args:
-        secret: What the server announced over gRPC.
+        calls: What the server announced over gRPC.
     """
 
-    def __init__(self, peer: str, secret: bytes) -> None:
-        self._peer, self._secret, self._loop = peer, secret, asyncio.get_running_loop()
+    def __init__(self, peer: str, calls: common_pb2.CallPort) -> None:
+        self._peer, self._calls, self._loop = peer, calls, asyncio.get_running_loop()
         self._nonce = secrets.token_bytes(call_frames.NONCE_BYTES)
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
@@ -60,7 +60,7 @@ class CallLine(asyncio.Protocol):
         Raises:
             OSError: The server cannot be reached there, or another process listens at the port.
         """
-        line = cls(peer, calls.secret)
+        line = cls(peer, calls)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await asyncio.get_running_loop().create_connection(lambda: line, host, calls.port)
@@ -149,7 +149,7 @@ class CallLine(asyncio.Protocol):
         self._transport = transport
         with suppress(OSError):  # the server is gone; the connection ends at once
             set_options(transport.get_extra_info("socket"))
-        transport.write(call_frames.MAGIC + self._nonce)
+        transport.write(call_frames.MAGIC + self._calls.client_id + self._nonce)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watch is not None:
@@ -176,11 +176,11 @@ class CallLine(asyncio.Protocol):
         if len(self._received) < call_frames.WELCOME_BYTES or self._transport is None:
             return False
         given = bytes(self._received[: call_frames.PROOF_BYTES])
-        if not call_frames.is_proof(given, End.SERVER, self._secret, self._nonce):
+        if not call_frames.is_proof(given, End.SERVER, self._calls.secret, self._nonce):
             raise CallConnectionError("another process listens at the port")
         challenge = bytes(self._received[call_frames.PROOF_BYTES : call_frames.WELCOME_BYTES])
         del self._received[: call_frames.WELCOME_BYTES]
-        self._transport.write(call_frames.proof(End.CLIENT, self._secret, challenge))
+        self._transport.write(call_frames.proof(End.CLIENT, self._calls.secret, challenge))
         self._greeted.set_result(None)
         return True
 

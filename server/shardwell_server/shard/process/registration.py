@@ -243,7 +243,7 @@ class Registration:
             request = coordinator_pb2.KeepServerMembershipRequest(
                 server_id=self._server_id,
                 epoch=self._epoch,
-                calls=None if self._calls is None else self._calls.offer,
+                calls=None if self._calls is None else self._calls.offer(),
                 relays=self._relay is not None,
                 host="" if self._relay is None else self._relay.host,
             )
