@@ -17,12 +17,13 @@ class Unit:
     Args:
         shown: The version. None: the unit is not in shared memory of this host.
         moves: Called when a server is asked for the version.
+        wait_limit_s: Limit of the wait.
     """
 
-    def __init__(self, shown: int | None, moves: Any = lambda: None) -> None:
+    def __init__(self, shown: int | None, moves: Any = lambda: None, wait_limit_s: float = 0.5) -> None:
         self.vector = None if shown is None else SimpleNamespace(shows=lambda version: version == shown)
         owner = SimpleNamespace(policy=SimpleNamespace(settle=lambda: None))
-        shard = SimpleNamespace(await_version=lambda version: moves(), owner=owner, wait_limit_s=0.5)
+        shard = SimpleNamespace(await_version=lambda version: moves(), owner=owner, wait_limit_s=wait_limit_s)
         self.shards, self.layout = (shard,), SimpleNamespace(unit="buffers:0")
 
 
@@ -33,6 +34,13 @@ STATS: Any = SimpleNamespace(add_gather_wait=lambda started: None)
 def test_a_unit_that_moves_during_the_wait_is_found_where_it_is_now(shown: int | None) -> None:
     units: list[Any] = []
     units.append(Unit(4, lambda: units.append(Unit(shown))))  # 4 is the last version of a server that is gone
+    assert wait_in_place(lambda: units[-1], 5, STATS) is units[1].vector
+
+
+@pytest.mark.parametrize("shown", [5, None], ids=["memory of this host", "another host"])
+def test_a_unit_that_is_found_at_the_end_of_the_limit_is_no_error(shown: int | None) -> None:
+    units: list[Any] = []
+    units.append(Unit(4, lambda: units.append(Unit(shown, wait_limit_s=0.0)), wait_limit_s=0.0))
     assert wait_in_place(lambda: units[-1], 5, STATS) is units[1].vector
 
 
