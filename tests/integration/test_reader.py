@@ -315,7 +315,9 @@ def test_a_session_that_a_new_process_does_not_know_is_opened_again(
     def reject_once(shard: RemoteShard, *arguments: Any, **options: Any) -> int:
         if not failures:
             failures.append(shard.server)
-            raise ConflictError("no shm session 'x' with this nonce is open on this server")
+            shared: Any = shard.server.transports.shared
+            shared.session_id += "x"  # as at a new process, which has no session
+            shared.locate(shard.address, None, timeout_s=20.0)
         assert shard.server is not failures[0]
         return fetch(shard, *arguments, **options)
 
@@ -325,3 +327,35 @@ def test_a_session_that_a_new_process_does_not_know_is_opened_again(
         assert failures
         training.wait_for(version)
         assert all(torch.equal(value, training.states[version][name]) for name, value in state.items())
+
+
+def test_another_conflict_is_not_repeated(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(cluster.address)
+
+    def reject(shard: RemoteShard, *_: Any, **__: Any) -> int:
+        raise ConflictError("this server has a backup of the shard")
+
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        monkeypatch.setattr(RemoteShard, "fetch", reject)
+        with pytest.raises(ConflictError, match="has a backup"):
+            reader.read()
+
+
+def test_a_reader_that_is_closed_asks_for_no_units(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(cluster.address)
+    with training.in_background():
+        reader = shardwell.attach(cluster.address, training.run)
+        call, sent = reader._coordinator.call, list[Any]()
+
+        def recorded(rpc_name: str, request: Any, **options: Any) -> Any:
+            answer = call(rpc_name, request, **options)
+            sent.append((request, answer))
+            return answer
+
+        monkeypatch.setattr(reader._coordinator, "call", recorded)
+        reader.close()
+    ((request, answer),) = sent
+    assert request.reader.leaving
+    assert not answer.units

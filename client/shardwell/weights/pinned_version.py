@@ -640,8 +640,9 @@ class RunConnections:
         try:
             yield
         except (NotFoundError, ConflictError) as error:
-            if isinstance(error, ConflictError) and type(error) is not ConflictError:
-                raise  # otherwise a new process at the address does not know the session
+            if isinstance(error, ConflictError) and "session_unknown" not in error.data:
+                raise
+            # A new process at the address does not know the session.
             self._forget(_server_key(shard))
             raise UnavailableError(
                 f"{shard.server_id} at {shard.address} was restarted, or has given its shards to another server: "

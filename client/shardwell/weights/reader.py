@@ -308,7 +308,7 @@ class Reader:
         if not self._report.leaving:
             self._report.leaving = True
             with suppress(ShardwellError):  # otherwise `shardwell readers` lists this reader for some minutes
-                request = coordinator_pb2.DescribeWeightsRequest(run=self.run, reader=self._report)
+                request = coordinator_pb2.DescribeWeightsRequest(run=self.run, reader=self._report, without_units=True)
                 self._coordinator.call("DescribeWeights", request, timeout_s=_LEAVE_LIMIT_S)
         self._connections.close()
         self._coordinator.close()

@@ -117,14 +117,15 @@ class ShmTransport:
         """Returns an open session of a run.
 
         Raises:
-            ConflictError: The session is not open, or belongs to another run.
+            ConflictError: The session is not open: ``data`` has ``session_unknown``. Or it belongs to another run.
         """
         session = self._open.get(name)
         if session is None:
             # The name has the nonce of the file, which a wrong name may contain in part.
             raise ConflictError(
                 f"no shm session {name.partition('.')[0]!r} with this nonce is open on this server: open one with "
-                "OpenTransport"
+                "OpenTransport",
+                session_unknown=True,
             )
         session.check_run(run)
         return session
