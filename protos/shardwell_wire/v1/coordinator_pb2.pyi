@@ -1081,8 +1081,8 @@ class RunState(google.protobuf.message.Message):
 
     @property
     def data_positions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.str]:
-        """FinishedItem.data_position of each dp rank's last item that had one. Trainers get WorkItem.data_position, and when they
-        join those of their own ranks.
+        """FinishedItem.data_position of each dp rank's last item that had one. Trainers get WorkItem.data_position. When they
+        join, they also get the positions of their own ranks.
         """
 
     @property
@@ -2692,9 +2692,10 @@ class ActingRanks(google.protobuf.message.Message):
     GLOBAL_RANKS_FIELD_NUMBER: builtins.int
     @property
     def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Ranks whose work items, as they count, this trainer has computed, and ranks of trainers that were gone at the commit.
-        Exactly one trainer acts for each rank, unless it is lost. If the caller has joined since the commit, also ranks of
-        trainers that are gone now.
+        """Ranks whose counted work items this trainer computed, and ranks of trainers that were gone at the commit. Exactly one
+        trainer acts for each rank, unless it is lost. If the caller has joined since the commit, also ranks of trainers that
+        are gone now. A coordinator that was restarted after the commit returns the caller's own ranks instead, so two trainers
+        may act for a rank if one of them computed an item of the other.
         """
 
     def __init__(
