@@ -304,7 +304,7 @@ def test_further_readers_use_grpc(served: Served, monkeypatch: pytest.MonkeyPatc
     offer = served.server.offer(is_reader=True)
     assert offer is not None
     first = CallConnection("127.0.0.1", offer, "the server")
-    with pytest.raises(CallConnectionError):
+    with pytest.raises(ConnectionError):
         CallConnection("127.0.0.1", offer, "the server")
     trainer = connections(served)
     assert call(trainer, LIST_RUNS, b"x") == b"x", "readers leave connections for trainers"
