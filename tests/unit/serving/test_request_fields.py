@@ -78,6 +78,7 @@ OTHER_TEXTS = {
     "rendezvous": "_torchrun_store: a name of an operator's store",
     "request_id": "RequestLog: at most 128 characters",
     "secret": "compared; from servers only",
+    "client_id": "sent back to the server; from servers only",
     "shardwell_version": "not used",
     "stream": "the bytes of a part, or the name of a random stream",
     "value": "KeyValueStore: at most 8 MiB; tracked state: the message",
