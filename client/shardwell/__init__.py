@@ -90,8 +90,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for a public one
     _import_public, __dir__ = import_on_use(__name__, _NAMES)
 
     def __getattr__(name: str) -> Any:
-        """Imports a public name when it is first used, or one of a room, as scripts of earlier versions name it."""
-        for room in ("errors", "monitor", "weights", "wrapping"):
-            if name in (module := import_module(f"{__name__}.{room}")).__all__:
+        """Imports a public name when it is first used. Names of the groups may also be used without their group."""
+        for group in ("errors", "monitor", "weights", "wrapping"):
+            if name in (module := import_module(f"{__name__}.{group}")).__all__:
                 return getattr(module, name)
         return _import_public(name)

@@ -146,6 +146,14 @@ def test_a_join_cell_that_runs_again_is_told_to_close_the_former_session(noteboo
     assert_undisturbed(notebook)
 
 
+def test_a_second_session_of_a_finished_run_has_no_steps_left(notebook: Notebook) -> None:
+    notebook.run(JOIN, MODEL, TRAIN)
+    finished = notebook.session
+    notebook.run(JOIN, MODEL, "left = list(session.steps(6))")
+    assert notebook.names["left"] == []
+    finished.close()
+
+
 def test_a_kernel_that_is_restarted_continues_the_run(notebook: Notebook) -> None:
     notebook.run(JOIN, MODEL)
     notebook.interrupt_at(3)

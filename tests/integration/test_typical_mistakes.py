@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as PolicyOfTorch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shardwell
 import shardwell.testing
@@ -265,6 +265,11 @@ def loader(samples: Any = SAMPLES, batch_size: int = 2, **options: Any) -> Any:
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(SAMPLES)
+
+
+class Unsized(Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return SAMPLES[index]
 
 
 def with_lr(value: Any) -> Callable[[Script], object]:
@@ -665,6 +670,11 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         UsageError,
         NUMBER,
     ),
+    "loop: a number divided by the step": (
+        lambda at: at.each_step(lambda step: 1000 % step),
+        UsageError,
+        NUMBER,
+    ),
     "loop: the step formatted as a number": (
         lambda at: at.each_step(lambda step: f"{step:3d}"),
         UsageError,
@@ -685,6 +695,21 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         lambda at: at.session.steps(loader(Stream()), epochs=2).__next__(),
         UsageError,
         r"has no known number of steps: pass the number of all steps, session\.steps\(1000\)$",
+    ),
+    "loop: epochs as text": (
+        lambda at: UNTYPED_SESSION(at).steps(loader(), epochs="3").__next__(),
+        UsageError,
+        r"^steps\(epochs='3'\): expected the number of all epochs of the run, at least 1$",
+    ),
+    "loop: no epochs": (
+        lambda at: at.session.steps(loader(), epochs=0).__next__(),
+        UsageError,
+        r"^steps\(epochs=0\): expected the number of all epochs of the run, at least 1$",
+    ),
+    "loop: epochs of a dataset without a length": (
+        lambda at: at.session.steps(loader(Unsized()), epochs=2).__next__(),
+        UsageError,
+        r"of a dataset without a length, .* pass the number of all steps, session\.steps\(1000\)$",
     ),
     "loop: epochs of a number of steps": (
         lambda at: at.session.steps(4, epochs=2).__next__(),

@@ -190,7 +190,7 @@ class Session:
         )
         self.coordinator = CoordinatorClient(address, credentials)
         self._closed = False
-        self._loop_thread: int | None = None
+        self._loop_thread: threading.Thread | None = None
         """The thread that has called ``steps``."""
         import_first_uses(config.world)
         self._collections = ExitStack()
@@ -330,8 +330,9 @@ class Session:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = f": use step.{name} in `for step in session.steps(...)`" if hasattr(Step, name) else ""
-            raise AttributeError(f"a Session has no {name!r}{hint}")
+            if hasattr(Step, name) and not hasattr(Session, name):
+                raise AttributeError(f"a Session has no {name!r}: use step.{name} in `for step in session.steps(...)`")
+            return object.__getattribute__(self, name)  # raises the error that led here
 
     def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
         """Yields the steps of the run from the committed step up to step ``num_steps``.
@@ -344,8 +345,8 @@ class Session:
         objects then have the state with which the iteration began.
 
         Args:
-            num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted. Or
-                a ``DataLoader``, for all steps of its epochs; ``batch_size`` counts samples of one data rank.
+            num_steps: Iterations of the loop body in the whole run, counted for a trainer that is never interrupted. A
+                ``DataLoader`` stands for all steps of its epochs; ``batch_size`` counts samples of one data rank.
             epochs: Epochs of the loader in the whole run. ``step.epoch`` and ``step.ends_epoch`` count them.
             optimizer_steps: Calls of ``optimizer.step()`` in the loop body. Each call is a commit of the run. A trainer
                 that joins between two calls repeats the iteration: gradients of the committed part are dropped, and
@@ -358,10 +359,11 @@ class Session:
         """
         if self._closed:
             self._membership.check()
-        self._loop_thread = threading.get_ident()
+        self._loop_thread = threading.current_thread()
+        has_steps = not isinstance(num_steps, int) or self.step < num_steps * optimizer_steps
         if not self._ranks and any(
-            other.run_id == self.run_id and other.num_ranks and other._loop_thread == self._loop_thread
-            for other in _open_sessions
+            other.run_id == self.run_id and other.num_ranks and other._loop_thread is self._loop_thread and has_steps
+            for other in list(_open_sessions)
         ):
             raise UsageError(f"trainer {self.trainer!r} is a spare and would wait forever: {self._spare_hint()}")
         while not self._training.plan_report.send(self.step):

@@ -107,10 +107,10 @@ def steps_per_epoch(loader: DataLoader[Any], dp: int) -> int:
         UsageError: The loader has a stream, a sampler of its own, or fewer samples than a step takes.
     """
     source, options = read_loader(loader, BatchOptions())
-    if isinstance(source, IterableDataset) or options.batch_size is None:
+    if isinstance(source, IterableDataset) or not hasattr(source, "__len__") or options.batch_size is None:
         raise UsageError(
-            "steps(loader): an epoch of a stream, or of a loader without batch_size, has no known number of steps: "
-            "pass the number of all steps, session.steps(1000)"
+            "steps(loader): an epoch of a stream, of a dataset without a length, or of a loader without batch_size has "
+            "no known number of steps: pass the number of all steps, session.steps(1000)"
         )
     return _num_steps(len(source), options.batch_size * dp, drop_last=options.drop_last, of=options.batch_size)
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Number
 from typing import Any, NoReturn, SupportsFloat
 
 import torch
@@ -106,6 +107,9 @@ class Step:
         self._has_batches = False
         """Whether the last loop over ``batches`` has yielded a batch."""
 
+    def __repr__(self) -> str:
+        return f"Step(number={self.number})"
+
     def __format__(self, specification: str) -> str:
         return self._refuse_number() if specification else repr(self)
 
@@ -116,11 +120,13 @@ class Step:
         )
 
     def __eq__(self, other: object) -> bool:
-        return self._refuse_number() if isinstance(other, int | float) else self is other
+        return self._refuse_number() if isinstance(other, Number) else self is other
 
     __hash__ = object.__hash__
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __floordiv__ = _refuse_number
-    __mod__ = __lt__ = __le__ = __gt__ = __ge__ = __index__ = __int__ = __float__ = _refuse_number
+    __rtruediv__ = __rfloordiv__ = __rmod__ = __mod__ = __lt__ = __le__ = __gt__ = __ge__ = __index__ = __int__ = (
+        __float__
+    ) = _refuse_number
 
     @property
     def epoch(self) -> int:
@@ -390,6 +396,8 @@ def _check_counts(num_steps: Any, epochs: int | None, optimizer_steps: int) -> N
     if optimizer_steps < 1:
         raise UsageError(f"steps(optimizer_steps={optimizer_steps!r}): expected at least 1")
     is_loader = isinstance(num_steps, DataLoader)
+    if epochs is not None and (not hasattr(epochs, "__index__") or epochs < 1):
+        raise UsageError(f"steps(epochs={epochs!r}): expected the number of all epochs of the run, at least 1")
     if is_loader != (epochs is not None) or not (
         is_loader or isinstance(num_steps, float) or hasattr(num_steps, "__index__")
     ):
