@@ -417,6 +417,7 @@ def attack(folder: Path, faults: int, kinds: Collection[str]) -> None:
     assert len({line[2] for line in attack.lines["reader-c"].read() if line[1] == "patch"}) > 1
 
 
+@pytest.mark.timeout(600)
 def test_engines_and_readers_behind_connections_that_are_cut_have_one_version(tmp_path: Path) -> None:
     attack(tmp_path, 6, ("cut", "cut", "engine"))
 

@@ -23,7 +23,6 @@ from tests.support.cluster import join_options
 from tests.support.reference import sha256
 
 INSTANTS = ("before batches", "in batches", "before step", "after step", "in scheduler", "after scheduler", "at end")
-AFTER_COMMIT = INSTANTS[3:]
 
 
 class Net(nn.Module):
@@ -157,7 +156,6 @@ def main() -> None:
                 json.dumps(
                     {
                         "step": step.number,
-                        "version": session.step,
                         "last": loss.item(),
                         "means": dict(step.means),
                         "state": sha256(state),
