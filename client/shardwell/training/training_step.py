@@ -108,7 +108,7 @@ class Step:
         """Whether the last loop over ``batches`` has yielded a batch."""
 
     def __repr__(self) -> str:
-        return f"Step(number={self.number})"
+        return f"<shardwell.Step {self.number}>"
 
     def __format__(self, specification: str) -> str:
         return self._refuse_number() if specification else repr(self)
