@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from examples.corpus import Corpus
-from shardwell.command.cli import main
 from tests.support.cluster import descendants
 from tests.support.processes import ROOT
 
@@ -27,15 +26,18 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_demo_prints_loss_samples_and_costs(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launcher runs in this process, which has the imports already. The next tests start it by its command."""
+def test_demo_prints_loss_samples_and_costs(text: Path, tmp_path: Path) -> None:
     options = ["--text", str(text), "--num-steps", "30", "--output", str(tmp_path / "out"), *SMALL]
-    monkeypatch.chdir(ROOT)
-    code = main(["launch", "examples/train_gpt.py", *options])
-    output, errors = capsys.readouterr()
-    assert code == 0, errors
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwell", "launch", "examples/train_gpt.py", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert re.search(r"step   30/30  loss \d\.\d+ +[\d,]+ tokens/s  waiting for weights +\d+%", output)
     before, after, entropy = map(float, re.findall(r"fell from (\S+) to (\S+), against (\S+) for", output)[0])
     assert after < entropy < before
