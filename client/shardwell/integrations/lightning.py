@@ -172,8 +172,9 @@ class ShardwellStrategy(SingleDeviceStrategy):
                 )
             assert self._tracked is not None
             self._tracked.restored = None  # the loops are there
-            is_repeated = step.number < self._session.step  # Lightning would log its losses again
-            for batches in () if is_repeated else step.batches(self._batches, **self._workers):
+            for batches in step.batches(self._batches, **self._workers):
+                if self._session.in_flight.state.require_current().is_over:
+                    continue  # Lightning would log the losses of work without effect
                 step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
             self.precision_plugin._after_closure(module, optimizer)
             optimizer.step()

@@ -199,7 +199,7 @@ class Trainer(transformers.Trainer):
                 is_last = index == len(micro_batches) - 1
                 with nullcontext() if is_last else getattr(self.model, "no_sync", nullcontext)():
                     loss += super().training_step(model, batch, own if num_items is None else num_items)
-                if step.number == self._session.step:  # otherwise it is repeated, and was counted
+                if not self._session.in_flight.state.require_current().is_over:  # otherwise another batch counts
                     self.current_flos += float(self.floating_point_ops(batch))
                     self._track_num_input_tokens(batch)
             step.log(loss=loss)

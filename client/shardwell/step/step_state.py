@@ -347,6 +347,8 @@ class StepState:
         spare_hint: str = "",
     ) -> None:
         self.asynchronous, self._spare_hint = asynchronous, spare_hint
+        self.data_positions: dict[int, str] = {}
+        """Where the streams of data ranks continue, as far as this trainer has computed or got their items."""
         self.item_limit: int | None = None
         """Number of items that the training loop of an asynchronous run has for each data rank. None: no loop runs."""
         self.restart(number, items, position)
@@ -387,6 +389,7 @@ class StepState:
         added = []
         for item in items:
             state = self.items[item.global_rank] = WorkItemState(item)
+            self.data_positions[item.dp_rank] = item.data_position
             for unit_index, indices in self._dropped_for_all.items():
                 state.drop(unit_index, indices)
             added.append(state)
@@ -416,6 +419,11 @@ class StepState:
     @current.setter
     def current(self, state: WorkItemState | None) -> None:
         self._current = state
+
+    @property
+    def is_without_effect(self) -> bool:
+        """True if the current item is none of the step's. See Note: [Work without effect] in ``work_items.py``."""
+        return (item := self._current) is not None and self.items.get(item.item.global_rank) is not item
 
     def start_item(self, state: WorkItemState) -> None:
         """Makes an item the current one in a loop over ``step.batches``."""
@@ -481,6 +489,8 @@ class StepState:
             for unit_index, indices in state.pushed.items():
                 if indices:
                     pushed_units.add(unit_index)
+            if state.is_finished and state.data_position:
+                self.data_positions[state.item.dp_rank] = state.data_position
             if follows and state.state is ItemState.FINISHED:
                 dp_ranks.add(state.item.dp_rank)
             state.headers = None  # they refer to the item: a cycle would keep both until a garbage collection

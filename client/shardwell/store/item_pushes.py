@@ -183,7 +183,7 @@ class ItemPushes:
 
     def abandon_sums(self) -> None:
         """Drops gradients that are not yet added to those of other trainers, because their attempts are over."""
-        if self.sums is not None:
+        if self.sums is not None and not self._state.is_without_effect:
             self.sums.abandon()
 
     def drain(self) -> None:
@@ -199,7 +199,7 @@ class ItemPushes:
             include_empty: Also restart finished items without a push.
         """
         current = self._state.current
-        if self._membership.lapsed:
+        if self._membership.lapsed or self._state.is_without_effect:
             return
         for item in [current] if current else list(self._state.items.values()):
             if item.is_twin:

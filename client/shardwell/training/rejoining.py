@@ -183,6 +183,7 @@ class Rejoining:
         joined = self._membership.joined
         moved = joined.work.step != self._state.number or joined.rollback_count != self._rollbacks
         self._rollbacks = joined.rollback_count
+        self._state.data_positions.clear()  # ``joined`` has them
         self._state.restart(joined.work.step, joined.work.items, joined.work.position)
         self._store.rejoin(joined, moved=moved)
         return moved

@@ -50,8 +50,9 @@ class LoopPosition:
     means: Mapping[str, float] = field(default_factory=UnknownMeans)
     """Means of the logged numbers in the last of these commits, by name."""
     global_ranks: list[int] = field(default_factory=list)
+    """See ``Step``."""
     twin_ranks: set[int] = field(default_factory=set)
-    """See ``Step``, as for ``global_ranks``."""
+    """See ``Step``."""
 
     @property
     def step(self) -> int:
@@ -104,6 +105,8 @@ class Step:
         self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
         self._looped_for: int | None = None
         """Commit, counted in the iteration, for whose work items a loop over ``batches`` has ended."""
+        self._ranks_for = 0
+        """Commit, counted in the iteration, for which ``global_ranks`` has the ranks that were started."""
         self._has_batches = False
         """Whether the last loop over ``batches`` has yielded a batch."""
 
@@ -244,6 +247,10 @@ class Step:
         work, state = self._work, self._work.state
         work.settle()
         self._has_batches = False
+        if self._ranks_for != self._loop.commits:
+            self._ranks_for = self._loop.commits
+            self.global_ranks.clear()
+            self.twin_ranks.clear()
         has_effect = work.rejoining.join_again() and not work.iteration.voided
         if not has_effect or (state.position > self._loop.step and not state.asynchronous):
             yield from self._compute_without_effect(make_batch, num_samples)
@@ -255,9 +262,9 @@ class Step:
                 "step, dp_rank: (first(step, dp_rank), second(step, dp_rank))), and evaluate on batches of your own"
             )
         work.items.start_batches()
-        items = deque(state.unfinished)
-        if not items and not state.asynchronous:  # at once, while other trainers compute the work of this one's ranks
+        if not state.items and not state.asynchronous:  # at once, while other trainers compute its ranks' work
             yield from self._compute_without_effect(make_batch, num_samples)
+        items = deque(state.unfinished)
         while True:
             while items:
                 yield from self._compute(items.popleft(), make_batch, num_samples)
@@ -265,7 +272,7 @@ class Step:
             if not more:
                 break
             items.extend(more)
-        if not self._has_batches and work.items.is_alone:
+        if not self._has_batches:
             yield from self._compute_without_effect(make_batch, num_samples)
         self._looped_for = self._loop.commits
 
@@ -273,10 +280,13 @@ class Step:
         """Yields the batches of this trainer's ranks. See Note: [Work without effect]."""
         work = self._work
         work.items.start_batches()
-        for item in work.items.without_effect():
-            yield from self._compute(item, make_batch, num_samples)
-        if work.state.position > self._loop.step:
-            work.state.in_batches = False  # of the step in flight, which comes next
+        try:
+            for item in work.items.without_effect(self.number):
+                yield from self._compute(item, make_batch, num_samples)
+        finally:  # also if the loop ends early
+            work.items.drop_current()
+            if work.state.position > self._loop.step:
+                work.state.in_batches = False  # of the step in flight, which comes next
 
     def _compute(self, item: WorkItemState, make_batch: BatchFunction, num_samples: int) -> Iterator[Any]:
         work, dp_rank, counts = self._work, item.item.dp_rank, not item.is_over
@@ -290,7 +300,8 @@ class Step:
         is_asynchronous, number = work.state.asynchronous, item.item.number
         seed_batch(derive_seed(self._seed, number if is_asynchronous else self._loop.step, dp_rank))
         try:
-            batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, num_samples)
+            made = num_samples if counts else 0
+            batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, made)
             work.items.agree_on_item(item, batch)
             self._has_batches = True
             yield batch

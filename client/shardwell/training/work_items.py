@@ -58,8 +58,6 @@ class WorkItems:
         self._training, self._rejoining, self._iteration = training, rejoining, iteration
         self._state, self._membership, self._store = training.state, training.membership, training.store
         self._units, self._buffers, self._committer = training.units, training.buffers, training.committer
-        self.is_alone = training.membership.world.replica_size == 1
-        """Whether this trainer is a whole replica."""
         self.keeps_graphs = False
         """Whether graphs stay usable after an item of a plain loop, because several optimizers use them in turn."""
         self.attention_calls = 0
@@ -84,17 +82,22 @@ class WorkItems:
                 "belongs to no batch, and no other trainer could recompute it. Run the backward inside that loop, or "
                 "call optimizer.zero_grad() to drop the gradient"
             )
+        if any(item.is_finished for item in self._state.items.values()):
+            self._buffers.abandon_item()  # an iteration that has lost its effect has undone them
         self._state.in_batches = True
         self._training.monitor.begin_work(self._store.traffic.gather_wait_s)
 
-    def without_effect(self) -> Iterator[WorkItemState]:
-        """Yields items of this trainer's ranks whose results do not count. See Note: [Work without effect]."""
-        joined = self._membership.joined
+    def without_effect(self, number: int) -> Iterator[WorkItemState]:
+        """Yields items of this trainer's ranks whose results do not count. See Note: [Work without effect].
+
+        Args:
+            number: Number of the loop's iteration.
+        """
+        joined, positions = self._membership.joined, self._state.data_positions
         for at in (assignment.coordinates for assignment in self._membership.rank_assignments):
-            leased = self._state.items.get(at.global_rank)
             item = coordinator_pb2.WorkItem(global_rank=at.global_rank, dp_rank=at.dp_rank, attempt=_NO_ATTEMPT)
-            item.number, item.replica_epoch = self._state.position, joined.replica_epoch
-            item.data_position = leased.item.data_position if leased else joined.state.data_positions[at.dp_rank]
+            item.number, item.replica_epoch = number, joined.replica_epoch
+            item.data_position = positions.get(at.dp_rank) or joined.state.data_positions[at.dp_rank]
             state = WorkItemState(item)
             state.abandon(state.key)
             yield state
@@ -102,7 +105,7 @@ class WorkItems:
     def start_item(self, item: WorkItemState) -> bool:
         """Starts a work item without gradients of an earlier attempt; returns False if its step is committed."""
         self._state.start_item(item)
-        self._item_started_s = time.monotonic()
+        self._item_started_s = None if item.is_over else time.monotonic()
         item.scalars.clear()
         item.data_position = ""
         self.attention_calls = 0
@@ -158,10 +161,7 @@ class WorkItems:
         self._training.replica.require_results()
         self._require_attention()
         if current is not None and self._state.in_batches and (current.is_over or self._membership.lapsed):
-            self._units.zero_grad()
-            self._store.gradients.abandon_sums()
-            self._buffers.abandon_item()
-            self._state.current = None
+            self.drop_current()
             self._restart_spoiled()
             self._end_time()
             return
@@ -171,6 +171,14 @@ class WorkItems:
             self._buffers.end_item(self._state.number, current)
         self._state.finish_item()
         self._end_time()
+
+    def drop_current(self) -> None:
+        """Drops the results of the current item, if there is one."""
+        if self._state.current is not None:
+            self._units.zero_grad()
+            self._store.gradients.abandon_sums()
+            self._buffers.abandon_item()
+            self._state.current = None
 
     def _restart_spoiled(self) -> bool:
         """Starts another attempt of the items that cannot be finished; returns whether there are any."""
