@@ -325,7 +325,10 @@ def test_errors_say_how_to_split_experts() -> None:
         )
     for experts, message in (
         ([Expert()], r"(?s)experts=\[Expert.*expected classes of modules"),
-        ({nn.Conv2d}, r"has no module of the class Conv2d; .* call shardwell.split_experts\(model\) instead"),
+        (
+            {nn.Conv2d},
+            r"has no module of the class Conv2d; .* call shardwell\.wrapping\.split_experts\(model\) instead",
+        ),
     ):
         session = Pair(nn.Linear(2, 2), shardwell.auto_wrap).sharded.session
         with pytest.raises(UsageError, match=message):

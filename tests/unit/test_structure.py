@@ -66,7 +66,7 @@ def test_public_class_names_are_unique(package: str) -> None:
 
 # Whoever exceeds a limit divides, merges or removes something. Only new capabilities raise a limit, by what they need:
 # stages and dataflow of models that people use, and inference engines that follow a run, have raised files and lines.
-MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES = 328, 95_600, 20, 20
+MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES = 328, 96_000, 20, 20
 MAX_FILES_OF_ROOM, MAX_FLOORS_OF_ROOM = 17, 8
 
 
