@@ -25,6 +25,7 @@ NEEDED = {
     f"{_TRANSFER}.base:WeightTransferEngine.receive_weights": "self update_info",
     f"{_TRANSFER}.base:WeightTransferEngine.finish_weight_update": "self",
     f"{_TRANSFER}.base:WeightTransferEngine.shutdown": "self",
+    f"{_TRANSFER}.base:WeightTransferEngine.parse_init_info": "self init_dict",
     f"{_TRANSFER}.base:WeightTransferEngine.parse_update_info": "self update_dict",
     f"{_TRANSFER}.base:WeightTransferEngine.supports_draft_weight_update": "",
     f"{_TRANSFER}.base:WeightTransferInitInfo": "",

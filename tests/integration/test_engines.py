@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import email.message
+import gc
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -19,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from shardwell.engines import GroupReader, follow
+from shardwell.engines import GroupReader, follow, vllm_server
 from shardwell.engines.vllm_server import VllmServer
 from shardwell.weights import pinned_version
 from shardwell.weights import reader as reader_module
@@ -283,7 +288,7 @@ class FakeServer(VllmServer):
         self.label, self.fails = label, dict[str, BaseException]()
         self.calls, self.loaded = list[str](), list[int]()
 
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         update = (body or {}).get("update_info", {})
         self.calls.append(call := path.removesuffix("?mode=wait") + update.get("until", ""))
         if error := self.fails.pop(call, None):
@@ -350,3 +355,295 @@ def test_update_of_a_caller_that_was_killed_is_ended() -> None:
     with pytest.raises(UnavailableError, match="unreachable"):
         server.update(5)
     assert server.calls[-1] == attach  # nothing is ended at a server that cannot be reached
+
+
+def test_version_that_cannot_be_read_does_not_pause_the_server() -> None:
+    server = FakeServer()
+    server.update(1)
+    server._lead_s, server.calls = 0.01, []
+    reads = iter([True, False])
+    answers = server._call
+
+    def call(path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        if (body or {}).get("update_info", {}).get("until") == "started" and not next(reads):
+            server.fails["update_weightsstarted"] = UnavailableError("planted")
+        return answers(path, body, timeout_s)
+
+    server._call = call  # type: ignore[method-assign]
+    with pytest.raises(UnavailableError, match="planted"):
+        server.update(2)
+    assert server.calls.count("update_weightsstarted") == 2 and "pause" not in server.calls
+    assert server.calls[-2:] == ["finish_weight_update", "resume"]
+    assert server._lead_s > 0.01  # the next attempt waits as long
+
+
+def test_failing_server_does_not_delay_the_others() -> None:
+    failing, other = FakeServer("http://failing"), FakeServer()
+    failing.fails = {"weight_info": UnavailableError("down")}
+    followed([failing, other], ((version, "a0") for version in range(20)))
+    assert failing.calls == ["weight_info"] and other.loaded == list(range(1, 20, 2))
+    with pytest.raises(UsageError, match="at least one server"):
+        followed([], iter(()))
+
+
+def test_update_that_has_begun_is_finished_before_the_command_ends() -> None:
+    stop, servers = threading.Event(), [FakeServer(), FakeServer()]
+    answers = servers[0]._call
+
+    def call(path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
+        if path == "finish_weight_update":
+            stop.set()
+        return answers(path, body, timeout_s)
+
+    servers[0]._call = call  # type: ignore[method-assign]
+    reader = SimpleNamespace(newest=lambda: (1, "a0"), wait_for=lambda *_: None)
+    follow(reader, servers, stop=stop)  # type: ignore[arg-type]
+    assert servers[0].calls[-1] == "resume" and not servers[1].calls
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (200, b'{"weight_version": "7"}', 7),
+        (200, b'{"weight_version": null}', -1),
+        (200, b"<html>", "Expecting value"),
+        (200, b"[1]", "cannot convert"),
+        (200, b"null", "not iterable"),
+        (500, b'{"error": "no such run"}', "500.*no such run"),
+    ],
+)
+def test_answer_of_another_program_is_an_error_of_the_server(status: int, body: bytes, expected: int | str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.handle_request)
+        thread.start()
+        server = VllmServer(f"http://127.0.0.1:{http.server_port}", {})
+        if isinstance(expected, int):
+            assert server.version() == expected
+        else:
+            with pytest.raises(UnavailableError, match=expected):
+                server.version()
+        thread.join()
+
+
+@pytest.mark.parametrize("address", ["localhost:50051", "other:1,127.0.0.1:50051", "[::1]:50051"])
+def test_command_refuses_an_address_that_other_hosts_cannot_reach(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    urls = ["http://localhost:8000", "http://gpu-7:8000"]
+    monkeypatch.setattr(sys, "argv", ["vllm_server", "--run", "gpt", "--address", address, *urls])
+    with pytest.raises(SystemExit):
+        vllm_server.main()
+    assert "name the coordinator's host" in capsys.readouterr().err
+
+
+class ThreadGroup:
+    """Threads that are a group of ``torch.distributed``. Each is as if on another host."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size, self.barrier, self.local = size, threading.Barrier(size), threading.local()
+        self.values: list[Any] = [None] * size
+        monkeypatch.setattr(reader_module, "dist", self)
+        monkeypatch.setattr(reader_module, "_can_map", lambda *_: False)
+
+    def get_rank(self, _: object) -> int:
+        return int(self.local.rank)
+
+    def get_world_size(self, _: object) -> int:
+        return self.size
+
+    def all_gather(self, gathered: list[torch.Tensor], own: torch.Tensor, *, group: object) -> None:
+        self.values[self.local.rank] = own
+        self.barrier.wait(30)
+        for target, value in zip(gathered, self.values, strict=True):
+            target.copy_(value)
+        self.barrier.wait(30)
+
+
+@dataclass
+class FakeReader:
+    """A reader of one tensor, in a history of a run."""
+
+    rollback_count: int = 0
+    run_id: str = "a"
+    dtype: torch.dtype = torch.float32
+
+    def newest(self) -> tuple[int, str]:
+        return 5, f"{self.run_id}-{self.rollback_count}"
+
+    def _reading(self, version: int, use: Any) -> Any:
+        stored = SimpleNamespace(name="w", meta=torch.empty(2, dtype=self.dtype, device="meta"))
+        pinned = SimpleNamespace(version=version, rollback_count=self.rollback_count, values=self.values)
+        pinned.choose = lambda _: [(stored, None)]
+        return use(pinned)
+
+    def values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(2, dtype=self.dtype)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("other", [FakeReader(rollback_count=1), FakeReader(run_id="b")])
+def test_hosts_that_have_read_two_histories_load_nothing(other: FakeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, loaded = ThreadGroup(2, monkeypatch), list[int]()
+
+    def run(rank: int) -> None:
+        group.local.rank = rank
+        reader = GroupReader(lambda: other if rank else FakeReader(), group)  # type: ignore[arg-type, return-value]
+        with pytest.raises(UnavailableError, match="different histories"):
+            reader.update(5, lambda _: loaded.append(5))
+        other.rollback_count, other.run_id = 0, "a"
+        reader.update(5, lambda _: loaded.append(rank))
+        reader.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    assert sorted(loaded) == [0, 1]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Returns a function that makes a group reader of one process, which shares what it reads if it is told to."""
+    group, made = ThreadGroup(1, monkeypatch), list[GroupReader]()
+    group.local.rank = 0
+
+    def make(reader: Any, *, is_alone: bool = True) -> GroupReader:
+        made.append(GroupReader(lambda: reader, group))  # type: ignore[arg-type]
+        made[-1]._is_alone = is_alone
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("version", [True, "5", None, 5.0])
+def test_version_that_is_no_number_is_refused(alone: Any, version: Any) -> None:
+    with pytest.raises(UsageError, match="expected an int"):
+        alone(FakeReader()).update(version, print)
+
+
+def test_closed_group_reader_is_not_used(alone: Any) -> None:
+    group_reader = alone(FakeReader())
+    group_reader.close()
+    with pytest.raises(UsageError, match=r"before close\(\)"):
+        group_reader.update(5, print)
+
+
+def test_failed_read_leaves_no_memory(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    group_reader = alone(FakeReader(), is_alone=False)
+    monkeypatch.setattr(FakeReader, "values", fail)
+    gc.collect()
+    gc.disable()
+    try:
+        failures = []
+        for _ in range(3):
+            with pytest.raises(CorruptDataError) as raised:
+                group_reader.update(5, print)
+            failures.append(raised.value)
+        files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()]
+        assert not [file for file in files if "shardwell-" in file]
+    finally:
+        gc.enable()
+
+
+def test_dtype_without_a_name_in_shared_memory_is_refused(alone: Any) -> None:
+    with pytest.raises(UsageError, match=r"'w' has dtype torch\.complex128"):
+        alone(FakeReader(dtype=torch.complex128), is_alone=False).update(5, print)
+
+
+def test_failure_of_a_started_read_is_raised_once(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    group_reader, loaded = alone(FakeReader()), list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeReader, "values", fail)
+        with pytest.raises(CorruptDataError, match="planted"):
+            while True:
+                group_reader.update(5, loaded.append, "started")
+    group_reader.update(5, loaded.append)
+    assert len(loaded) == 1
+
+
+def test_interrupted_process_lets_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, errors = ThreadGroup(2, monkeypatch), dict[int, type[BaseException]]()
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def run(rank: int) -> None:
+        group.local.rank = rank
+        reader = GroupReader(FakeReader, group)  # type: ignore[arg-type]
+        try:
+            reader.update(5, (print, interrupt)[rank])
+        except BaseException as error:
+            errors[rank] = type(error)
+        monkeypatch.setattr(group, "all_gather", gone)
+        with pytest.raises(UnavailableError, match="gone or late") as raised:
+            reader.in_any(True)
+        assert isinstance(raised.value.__cause__, RuntimeError)
+        reader.close()
+
+    def gone(*_: object, group: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    assert errors == {0: UnavailableError, 1: KeyboardInterrupt}
+
+
+def test_only_the_last_worker_of_vllm_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        def __class_getitem__(cls, _: object) -> type:
+            return cls
+
+        def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+            return self.init_info_cls(**init_dict)  # type: ignore[attr-defined]
+
+        def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+            return self.update_info_cls(**update_dict)  # type: ignore[attr-defined]
+
+    names = {
+        "vllm": {"LLM": object},
+        "vllm.distributed.parallel_state": {"get_world_group": lambda: SimpleNamespace(rank_in_group=rank)},
+        "vllm.distributed.weight_transfer": {
+            "base": SimpleNamespace(
+                WeightTransferEngine=Base, WeightTransferInitInfo=object, WeightTransferUpdateInfo=object
+            )
+        },
+        "vllm.model_executor.model_loader.reload": dict.fromkeys(
+            ("finalize_layerwise_reload", "initialize_layerwise_reload")
+        ),
+    }
+    for name, contents in names.items():
+        for index in range(name.count(".") + 1):
+            parent = ".".join(name.split(".")[: index + 1])
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent, ModuleType(parent)))
+        vars(sys.modules[name]).update(contents)
+    monkeypatch.delitem(sys.modules, "shardwell.engines.vllm", raising=False)
+    from shardwell.engines.vllm import ShardwellEngine
+
+    for rank in range(2):
+        engine = ShardwellEngine()
+        engine.parallel_config = SimpleNamespace(distributed_executor_backend="mp", world_size=2)
+        engine.start_weight_update()
+        calls = [
+            lambda engine=engine: engine.init_transfer_engine(engine.parse_init_info({"unknown": 1})),
+            lambda engine=engine: engine.update_weights({"unknown": 1}),
+        ]
+        for call in calls:
+            if rank == 0:
+                call()
+            else:
+                with pytest.raises(TypeError, match="unknown"):
+                    call()
+        assert engine._is_open == (rank == 0)
+    sys.modules.pop("shardwell.engines.vllm")

@@ -281,7 +281,7 @@ def test_run_of_another_model_is_refused(training: Any, llm: Any, monkeypatch: p
         before = answers(llm)
         attach(llm, cluster, run)
         with monkeypatch.context() as patch:
-            patch.setattr(shardwell.Reader, "read", lambda _, version: (version, {"head.weight": torch.zeros(2)}))
+            patch.setattr(PinnedVersion, "values", lambda _: {"head.weight": torch.zeros(2)}.items())
             with pytest.raises(UsageError, match=r"has no 'head.weight' .* lacks 'model.embed_tokens.weight'"):
                 update(llm, version)
         assert llm.get_weight_version() == str(version) and answers(llm) == before
@@ -372,7 +372,7 @@ def test_killed_server_joins_again_in_one_update(training: Any, start: Any) -> N
     cluster, run = training
     process = start()
     follow = ["-m", "shardwell.engines.vllm_server", "--run", run.run_name, "--address", cluster.address, URL]
-    follower = subprocess.Popen([sys.executable, *follow, "--token-file", cluster.token_file, "--lead-s", "0.1"])
+    follower = subprocess.Popen([sys.executable, *follow, "--token-file", cluster.token_file])
     try:
         wait_until(lambda: served_version() > 0, "the first update", timeout_s=240)
         for _ in range(4):
@@ -452,10 +452,10 @@ def test_workers_read_once_and_survive_callers_that_are_killed(training: Any, st
     options = ["--address", cluster.address, "--run", run.run_name, "--token-file", cluster.token_file]
     for call in CALLS:
         for is_answered in (False, True):
-            arguments = [*options, "--lead-s", "0.1", URL]
+            arguments = [*options, URL]
             follower = fork_context.Process(target=follow_until_killed, args=(call, is_answered, arguments))
             follower.start()
             follower.join(120)
             assert follower.exitcode == -signal.SIGKILL, (call, is_answered)
             print("killed at", call, is_answered)
-            update(VllmServer(URL, attached, lead_s=0.1))
+            update(VllmServer(URL, attached))

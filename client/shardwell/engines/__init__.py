@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from http.client import HTTPException
-from typing import Any, NoReturn
+from threading import Event
+from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
@@ -69,7 +71,7 @@ class EngineServer(ABC):
     """A server of an inference engine, at a URL, that loads versions when it is told to over HTTP."""
 
     history: str | None = None
-    """``history`` of the last ``update``. None: none was finished, or the last one has failed."""
+    """``history`` of the last ``update``. None if no update has succeeded, or if the last one failed."""
 
     def __init__(self, url: str, *, timeout_s: float = 300.0) -> None:
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
@@ -82,45 +84,57 @@ class EngineServer(ABC):
     def update(self, version: int, history: str = "") -> None:
         """Loads a version. Raises UnavailableError if that fails. The call can be repeated, also by another process."""
 
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _call(self, path: str, body: dict[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
         try:
-            with urlopen(request, timeout=self._timeout_s) as answer:
-                return json.load(answer)
-        except (OSError, HTTPException) as error:
-            raise UnavailableError(f"{self.url}/{path} failed: {error}. The server's log has the reason") from error
+            with urlopen(request, timeout=timeout_s or self._timeout_s) as answer:
+                return dict(json.load(answer))
+        except (OSError, HTTPException, TypeError, ValueError) as error:
+            said = ""
+            with suppress(OSError, HTTPException):
+                said = error.read(200).decode(errors="replace") if isinstance(error, HTTPError) else ""
+            raise UnavailableError(f"{self.url}/{path} failed: {error} {said}. See the server's log") from error
 
 
-def follow(reader: Reader, servers: Sequence[EngineServer], *, pause_s: float = 1.0) -> NoReturn:
+def follow(reader: Reader, servers: Sequence[EngineServer], *, pause_s: float = 1.0, stop: Event | None = None) -> None:
     """Updates servers, one after another, to each new version, or to the newest if commits are faster.
 
-    A server that is down or fails is logged and tried again after ``pause_s`` seconds, with the newest version then.
+    A server that is down or fails is logged and tried again with the newest version then: after ``pause_s`` seconds,
+    later after up to 30. Returns between two updates when ``stop`` is set. Raises UsageError if there are no servers.
     """
-    while True:
+    if not servers:
+        raise UsageError("follow(servers=[]): expected at least one server")
+    stop, resting = stop or Event(), dict[EngineServer, tuple[float, float]]()
+    while not stop.is_set():
         try:
             found = list[int]()
             for server in servers:
                 version, history = reader.newest()
                 found.append(version)
+                rest_until, next_rest_s = resting.get(server, (0.0, pause_s))
+                if stop.is_set() or time.monotonic() < rest_until:
+                    continue
                 try:
                     if server.version() != version or server.history != history:
                         server.update(version, history)
                         logger.info("%s serves version %d", server.url, version)
+                    resting.pop(server, None)
                 except UnavailableError as error:
-                    logger.warning("the server was not updated: %s", error)
+                    logger.warning("the server was not updated, next attempt in %.0f s: %s", next_rest_s, error)
+                    resting[server] = time.monotonic() + next_rest_s, min(2 * next_rest_s, 30.0)
             with suppress(DeadlineError):
                 reader.wait_for(min(found) + 1, pause_s)
         except ShardwellError as error:
             logger.warning("the servers keep their versions: %s", error)
-            time.sleep(pause_s)
+            stop.wait(pause_s)
 
 
 def refuse_other_model(tensors: Mapping[str, torch.Tensor], config: Any) -> None:
     """Raises UsageError if tensors are not those of a causal language model of Transformers, by names and shapes.
 
-    An engine that finds this out while it loads has lost its former weights. Models of other kinds are not checked. Of
-    a tied parameter, one name is enough.
+    Checked before loading, because a failed load destroys the engine's weights. A tied parameter needs only one of its
+    names. Models of other kinds are not checked.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 

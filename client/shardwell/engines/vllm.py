@@ -5,9 +5,11 @@ Nothing is sent by the trainers. vLLM imports this module when ``weight_transfer
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from vllm import LLM
@@ -44,8 +46,8 @@ class UpdateInfo(base.WeightTransferUpdateInfo):
 class ShardwellEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     """Loads versions of a run into the model of one worker. Created by vLLM.
 
-    vLLM's executor for several workers reads no replies after that of a worker that raises, and takes them for those of
-    its next call. Therefore only the last worker of each executor raises.
+    After a worker raises, vLLM's executor leaves the remaining replies in their queues and reads them as replies to the
+    next call. Therefore only the last worker of each executor raises.
     """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
@@ -54,27 +56,40 @@ class ShardwellEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     _is_open = False
     """Whether vLLM has started an update in this worker and not ended it."""
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()
-        check = partial(refuse_other_model, config=self.model_config.hf_config)
-        self._reader = GroupReader(partial(attach, **asdict(init_info)), get_world_group().cpu_group, check)
-        if self._reader.in_any(self._is_open) and self._is_last:  # vLLM would let all workers refuse the next update
-            raise StepStateError("an update is open, perhaps of a caller that was killed: call finish_weight_update")
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return init_dict  # parsed in init_transfer_engine: vLLM calls this method in all workers
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        with self._raising_once():
+            arguments = asdict(super().parse_init_info(init_info))
+            self.shutdown()
+            check = partial(refuse_other_model, config=self.model_config.hf_config)
+            self._reader = GroupReader(partial(attach, **arguments), get_world_group().cpu_group, check)
+            if self._reader.in_any(self._is_open):  # vLLM would let all workers refuse the next update
+                raise StepStateError("an update is open, perhaps of a killed caller: call finish_weight_update")
 
     def start_weight_update(self) -> None:
         self._is_open = True
 
     def update_weights(self, update_info: dict[str, int | str]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))  # the base class also waits for an accelerator
+        with self._raising_once():
+            try:
+                self.receive_weights(self.parse_update_info(update_info))  # the base class also waits for a device
+            except Exception:
+                self._is_open = not self._is_last  # vLLM ends the update in the worker that raises
+                raise
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self._reader is None:
+            raise StepStateError("the engine is not attached to a run: call init_weight_transfer_engine first")
+        self._reader.update(update_info.version, self._load, update_info.until)
+
+    @contextmanager
+    def _raising_once(self) -> Iterator[None]:
         try:
-            if self._reader is None:
-                raise StepStateError("the engine is not attached to a run: call init_weight_transfer_engine first")
-            self._reader.update(update_info.version, self._load, update_info.until)
+            yield
         except Exception:
             if self._is_last:
-                self._is_open = False  # vLLM ends the update in the worker that raises
                 raise
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -216,8 +217,12 @@ class Reader:
             with self.pin(version) as pinned:
                 return use(pinned)
 
+        def check(error: Exception) -> None:
+            if self._report.leaving:  # another thread has closed the reader
+                raise error
+
         passing = (UnavailableError, VersionGoneError) if version is None else UnavailableError
-        return retry(read, limit_s=self._timeout_s, errors=passing)
+        return retry(read, limit_s=self._timeout_s, errors=passing, check=check)
 
     def follow(
         self,
@@ -341,9 +346,10 @@ class GroupReader:
         self._attach, self._group, self._check = attach, group, check
         self._reader: Reader | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwell-read")
-        self._pending: tuple[int, Future[Tensors | IO[bytes]]] | None = None
+        self._pending: tuple[int, Future[tuple[int, Tensors | IO[bytes]]]] | None = None
         self._read: tuple[int, Tensors] | None = None
         """A version that all processes have read."""
+        self._is_closed = False
         self._memory_name, own_rank = f"shardwell-{secrets.randbits(62):x}", dist.get_rank(group)
         with self._memory() as probe:
             offers = self._gather(os.getpid(), probe.fileno(), int(self._memory_name[10:], 16))
@@ -359,18 +365,23 @@ class GroupReader:
             version: The version, which is waited for until it is committed.
             load: Loads the tensors, by name. Writes to them stay in this process.
             until: ``started``: the call only starts to read in the background. ``read``: it returns when all processes
-                have the version in CPU memory. Another call with the same version continues.
+                have the version in CPU memory. Another call with the same version continues, or raises why it failed.
 
         Raises:
-            UnavailableError: Another process has failed, and its log has the reason.
+            UnavailableError: Another process has failed, and its log has the reason, or is gone. Or the run was rolled
+                back or deleted while hosts read the version.
             Exception: As ``Reader.read``, ``check`` and ``load``, in the process that has failed.
         """
-        if until not in ("started", "read", "loaded"):
-            raise UsageError(f"until={until!r}: expected 'started', 'read' or 'loaded'")
+        if type(version) is not int or until not in ("started", "read", "loaded") or self._is_closed:
+            raise UsageError(
+                f"{version=}, {until=}: expected an int, and 'started', 'read' or 'loaded', before close()"
+            )
         if self._read is None or self._read[0] != version:
             self._read = None
             self._start(version)
             if until == "started":
+                done = self._pending and self._pending[1].done() and self._pending[1]
+                self._together(lambda: done and done.result())
                 return
             self._read = version, self._take()
         if until == "loaded":
@@ -378,69 +389,91 @@ class GroupReader:
             self._together(lambda: load(tensors))
 
     def drop(self) -> None:
-        """Releases a version that was read and not loaded."""
-        self._pending = self._read = None
+        """Releases a version that was read and not loaded. A read that is not finished fails."""
+        pending, self._pending, self._read = self._pending, None, None
+        if pending and not pending[1].cancel() and not pending[1].done():
+            self._close_reader()  # the next read attaches
 
     def in_any(self, value: bool) -> bool:
         """Returns whether a value is true in any process."""
         return [1] in self._gather(int(value))
 
     def close(self) -> None:
-        """Closes the reader. Harmless to repeat."""
+        """Closes the reader; a read that is not finished fails. Harmless to repeat."""
+        self._is_closed = True
+        self._close_reader()
         self._pool.shutdown(cancel_futures=True)
+        self._close_reader()  # if the thread has attached one
         self.drop()
-        if self._reader is not None:
-            self._reader.close()
+
+    def _close_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     def _start(self, version: int) -> None:
-        pending = self._pending
-        if pending and (pending[0] != version or (pending[1].done() and pending[1].exception())):
-            pending = None
-        if pending is None and self._is_source:
-            pending = version, self._pool.submit(self._fetch, version)
-        self._pending = pending
+        if self._pending and self._pending[0] != version:
+            self.drop()
+        if self._pending is None and self._is_source:
+            self._pending = version, self._pool.submit(self._fetch, version)
 
-    def _fetch(self, version: int) -> Tensors | IO[bytes]:
-        """Reads a version into memory, which is that of a file if other processes map it."""
+    def _fetch(self, version: int) -> tuple[int, Tensors | IO[bytes]]:
+        """Reads a version. Returns a hash of it and its history, and its tensors, or a file that others map."""
         reader = self._reader = self._reader or self._attach()
-        found = reader.read(version)[1] if self._is_alone else reader._reading(version, self._share)
+
+        def use(pinned: PinnedVersion) -> tuple[int, Tensors | IO[bytes]]:
+            history = f"{reader.run_id}-{pinned.rollback_count}"
+            if reader.newest()[1] != history:  # the values may be those before or after
+                raise UnavailableError("the run was rolled back or deleted when the version was pinned")
+            number = int.from_bytes(sha256(f"{history}-{pinned.version}".encode()).digest()[:7])
+            return number, dict(pinned.values()) if self._is_alone else self._share(pinned)
+
+        found = reader._reading(version, use)
         with suppress(ShardwellError):
             reader.newest()  # so that `shardwell readers` shows the version
         return found
 
     def _share(self, pinned: PinnedVersion) -> IO[bytes]:
         shared = self._memory()
-        write_file(shared, {stored.name: stored.meta for stored, _ in pinned.choose(None)}, pinned.values(), {})
-        shared.flush()
+        try:
+            write_file(shared, {stored.name: stored.meta for stored, _ in pinned.choose(None)}, pinned.values(), {})
+            shared.flush()
+        except BaseException:
+            shared.close()  # the error's traceback refers to it
+            raise
         return shared
 
     def _take(self) -> Tensors:
         """Returns what was read."""
-        pending, self._pending = self._pending, None
-        own = self._together(lambda: pending[1].result() if pending else None)
+        pending = self._pending
+        number, own = self._together(lambda: pending[1].result() if pending else (0, None))
+        self._pending = None
         shared = None if own is None or isinstance(own, dict) else own
 
         def take() -> Tensors:
-            tensors = own if isinstance(own, dict) else map_tensors(Path(f"{self._folder}/{descriptor}"))
+            if len({number for _, number in offers if number}) > 1:
+                raise UnavailableError("hosts have read different histories of the run: update again")
+            tensors = own if isinstance(own, dict) else map_tensors(Path(f"{self._folder}/{offers[self._source][0]}"))
             if self._check:
                 self._check(tensors)
             return tensors
 
         with shared or nullcontext():
-            [descriptor] = self._gather(shared.fileno() if shared else -1)[self._source]
+            offers = self._gather(shared.fileno() if shared else -1, number)
             tensors = self._together(take)  # also a barrier: then the file is closed, and the mapping remains
         self._check = None
         return tensors
 
     def _together(self, function: Callable[[], Result]) -> Result:
         """Returns ``function()`` if it succeeds in all processes. Otherwise raises in all of them."""
-        failure = None
+        failure: BaseException | None = None
         try:
             result = function()
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C: the others wait in the same call
             logger.error("the version was not loaded: %s", error)
             failure = error
         if self.in_any(failure is not None):
+            self.drop()
             raise failure or UnavailableError("another process could not load the version: its log says why")
         return result
 
@@ -452,7 +485,10 @@ class GroupReader:
         """Returns the values of all processes, by rank."""
         own = torch.tensor(values)
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(gathered, own, group=self._group)
+        try:
+            dist.all_gather(gathered, own, group=self._group)
+        except RuntimeError as error:
+            raise UnavailableError("a process of the group is gone or late: start the group again") from error
         return [each.tolist() for each in gathered]
 
 

@@ -367,7 +367,7 @@ def map_tensors(path: Path) -> dict[str, torch.Tensor]:
         stop_bytes = stored.start_bytes + math.prod(stored.shape) * stored.dtype.itemsize
         part = data[stored.start_bytes : stop_bytes]
         if stored.start_bytes % stored.dtype.itemsize:
-            part = part.clone()  # behind a tensor with smaller elements
+            part = part.clone()  # misaligned, because it follows a tensor with smaller elements
         tensors[name] = part.view(stored.dtype).view(stored.shape)
     return tensors
 
@@ -401,11 +401,7 @@ def write_safetensors(
     """
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: expected at least 1")
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise UsageError(
-                f"{name!r} has dtype {tensor.dtype}, which safetensors files do not support", parameter=name
-            )
+    _described(tensors)
     files = _cut(tensors, max_shard_bytes)
     with staged(
         folder, markers=(INDEX_NAME, SINGLE_NAME), is_exported=lambda name: bool(_EXPORTED_FILE.fullmatch(name))
@@ -495,14 +491,22 @@ def _cut(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> dict[str, dict[
 def write_file(
     file: IO[bytes], tensors: Mapping[str, torch.Tensor], values: Values, metadata: Mapping[str, str]
 ) -> None:
-    """Writes one file with the next values, which belong to ``tensors``."""
-    described = {name: (_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    file.write(make_header(described, metadata))
+    """Writes one file with the next values, which belong to ``tensors``. Raises as ``write_safetensors``."""
+    file.write(make_header(_described(tensors), metadata))
     for expected in tensors:
         name, value = next(values)
         assert name == expected
         file.write(memory_of(value))
         del value  # before the next unit is gathered
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise UsageError(
+                f"{name!r} has dtype {tensor.dtype}, which safetensors files do not support", parameter=name
+            )
+    return {name: (_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def memory_of(value: torch.Tensor) -> memoryview:
