@@ -217,6 +217,26 @@ def test_run_goes_on_in_another_trainer(tmp_path: Path) -> None:
     assert all(torch.equal(value, saved["state_dict"][name]) for name, value in best["state_dict"].items())
 
 
+def test_iteration_that_is_repeated_logs_its_losses_once() -> None:
+    class VoidsAnIteration(Regression):
+        count = 0
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.count += 1
+            return super().training_step(batch, index)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.count == 8:
+                self.count += 100  # once
+                session.in_flight.iteration.void(3, "a test")
+
+    with shardwell.testing.in_process_cluster(), shardwell.join() as session:
+        module = VoidsAnIteration(shardwell.optim.AdamW)
+        shardwell.auto_wrap(module.model, session)
+        fit(trainer(ShardwellStrategy(session)), module, 24)
+        assert (module.count, session.step) == (100 + 24, 12)
+
+
 class StepwiseRegression(Regression):
     """Its learning rate falls at step 3."""
 

@@ -256,8 +256,10 @@ def test_trainer_that_lost_its_place_goes_on_at_the_step_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop's next step is another one than the Trainer's, as after a rollback."""
+    plain = plain_trainer(tmp_path, include_num_input_tokens_seen="all")
+    plain.train()
     with shardwell.testing.in_process_cluster(), shardwell.join() as session:
-        trainer = sharded_trainer(session, tmp_path)
+        trainer = sharded_trainer(session, tmp_path, include_num_input_tokens_seen="all")
         compute, computed = trainer._compute, []
 
         def compute_and_leave(step: Any, model: Any) -> None:
@@ -270,6 +272,8 @@ def test_trainer_that_lost_its_place_goes_on_at_the_step_of_the_run(
         trainer.train()
         assert computed == [0, 1, 2, 3, 3, *range(4, 12)]
         assert trainer.state.global_step == 12 and session.step == 12
+    assert trainer.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
+    assert trainer.state.total_flos == plain.state.total_flos
 
 
 def test_second_train_of_a_finished_trainer_trains_nothing(tmp_path: Path) -> None:
