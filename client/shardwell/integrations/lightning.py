@@ -173,9 +173,8 @@ class ShardwellStrategy(SingleDeviceStrategy):
             assert self._tracked is not None
             self._tracked.restored = None  # the loops are there
             for batches in step.batches(self._batches, **self._workers):
-                if self._session.in_flight.state.require_current().is_over:
-                    continue  # Lightning would log the losses of work without effect
-                step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
+                if not self._session.in_flight.state.require_current().is_over:  # Lightning would log its losses
+                    step.log(loss=sum(self._compute(module, batches, closure)) / len(batches))
             self.precision_plugin._after_closure(module, optimizer)
             optimizer.step()
             self._tracked.restored = None  # a repeated step has restored it

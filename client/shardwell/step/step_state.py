@@ -489,8 +489,7 @@ class StepState:
             for unit_index, indices in state.pushed.items():
                 if indices:
                     pushed_units.add(unit_index)
-            if state.is_finished and state.data_position:
-                self.data_positions[state.item.dp_rank] = state.data_position
+            self.data_positions[state.item.dp_rank] = state.data_position or state.item.data_position
             if follows and state.state is ItemState.FINISHED:
                 dp_ranks.add(state.item.dp_rank)
             state.headers = None  # they refer to the item: a cycle would keep both until a garbage collection

@@ -5,9 +5,8 @@ Note: [Positions of streams]
     and is part of the commit. The coordinator sends it with the rank's next item to the trainer that computes this
     item. A trainer that has read up to this position goes on there. Any other trainer opens the stream and moves to the
     position: by the stream's ``load_state_dict``, or by reading the samples before the position once more. So the
-    samples depend neither on the number of trainers nor on which of them are lost. A position also has the
-    place where the last batch began. A trainer that repeats the iteration starts there. See Note: [Work without effect]
-    in ``work_items.py``.
+    samples depend neither on the number of trainers nor on which of them are lost. A position also has the start of
+    the last batch, from which a trainer repeats it. See Note: [Work without effect] in ``work_items.py``.
 """
 
 from __future__ import annotations

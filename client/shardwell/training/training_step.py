@@ -50,9 +50,8 @@ class LoopPosition:
     means: Mapping[str, float] = field(default_factory=UnknownMeans)
     """Means of the logged numbers in the last of these commits, by name."""
     global_ranks: list[int] = field(default_factory=list)
-    """See ``Step``."""
     twin_ranks: set[int] = field(default_factory=set)
-    """See ``Step``."""
+    """``Step`` describes both."""
 
     @property
     def step(self) -> int:
@@ -105,8 +104,6 @@ class Step:
         self._loop, self._work, self._feeds, self._seed = loop, work, feeds, seed
         self._looped_for: int | None = None
         """Commit, counted in the iteration, for whose work items a loop over ``batches`` has ended."""
-        self._ranks_for = 0
-        """Commit, counted in the iteration, for which ``global_ranks`` has the ranks that were started."""
         self._has_batches = False
         """Whether the last loop over ``batches`` has yielded a batch."""
 
@@ -247,13 +244,13 @@ class Step:
         work, state = self._work, self._work.state
         work.settle()
         self._has_batches = False
-        if self._ranks_for != self._loop.commits:
-            self._ranks_for = self._loop.commits
+        if self._looped_for not in (None, self._loop.commits):
             self.global_ranks.clear()
             self.twin_ranks.clear()
         has_effect = work.rejoining.join_again() and not work.iteration.voided
         if not has_effect or (state.position > self._loop.step and not state.asynchronous):
             yield from self._compute_without_effect(make_batch, num_samples)
+            self._looped_for = self._loop.commits
             return
         if self._looped_for == self._loop.commits and work.state.items and not work.state.unfinished:
             raise UsageError(
@@ -284,7 +281,8 @@ class Step:
             for item in work.items.without_effect(self.number):
                 yield from self._compute(item, make_batch, num_samples)
         finally:  # also if the loop ends early
-            work.items.drop_current()
+            if work.state.is_without_effect:
+                work.items.drop_current()
             if work.state.position > self._loop.step:
                 work.state.in_batches = False  # of the step in flight, which comes next
 
@@ -300,8 +298,7 @@ class Step:
         is_asynchronous, number = work.state.asynchronous, item.item.number
         seed_batch(derive_seed(self._seed, number if is_asynchronous else self._loop.step, dp_rank))
         try:
-            made = num_samples if counts else 0
-            batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, made)
+            batch = self._make(make_batch, number if is_asynchronous else self.number, dp_rank, counts * num_samples)
             work.items.agree_on_item(item, batch)
             self._has_batches = True
             yield batch

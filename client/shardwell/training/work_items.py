@@ -88,11 +88,7 @@ class WorkItems:
         self._training.monitor.begin_work(self._store.traffic.gather_wait_s)
 
     def without_effect(self, number: int) -> Iterator[WorkItemState]:
-        """Yields items of this trainer's ranks whose results do not count. See Note: [Work without effect].
-
-        Args:
-            number: Number of the loop's iteration.
-        """
+        """Yields items of this trainer's ranks for an iteration of the loop. See Note: [Work without effect]."""
         joined, positions = self._membership.joined, self._state.data_positions
         for at in (assignment.coordinates for assignment in self._membership.rank_assignments):
             item = coordinator_pb2.WorkItem(global_rank=at.global_rank, dp_rank=at.dp_rank, attempt=_NO_ATTEMPT)
@@ -173,18 +169,15 @@ class WorkItems:
         self._end_time()
 
     def drop_current(self) -> None:
-        """Drops the results of the current item, if there is one."""
-        if self._state.current is not None:
-            self._units.zero_grad()
-            self._store.gradients.abandon_sums()
-            self._buffers.abandon_item()
-            self._state.current = None
+        """Drops the results of the current item."""
+        self._units.zero_grad()
+        self._store.gradients.abandon_sums()
+        self._buffers.abandon_item()
+        self._state.current = None
 
     def _restart_spoiled(self) -> bool:
         """Starts another attempt of the items that cannot be finished; returns whether there are any."""
-        if self._membership.lapsed:
-            return False
-        spoiled = [item for item in self._state.items.values() if item.is_spoiled]
+        spoiled = [item for item in self._state.items.values() if item.is_spoiled and not self._membership.lapsed]
         for item in spoiled:
             try:
                 self._store.gradients.restart(item)
