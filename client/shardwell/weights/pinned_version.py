@@ -520,7 +520,7 @@ class RunConnections:
         # A reader learns of a rollback at any time, and then reads other values of the same version.
         self._deltas = DeltaCache(delta_cache_bytes, reads_again=False)
         self._policy = ResendPolicy()
-        self._closed_bytes = 0
+        self._closed_bytes, self._is_closed = 0, False
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
         self._read = dict[int, int]()
@@ -557,8 +557,8 @@ class RunConnections:
             shard.server_id,
         )
         with self._lock:
-            used = self._servers.setdefault(key, opened)
-        if used is not opened:
+            used = opened if self._is_closed else self._servers.setdefault(key, opened)
+        if used is not opened or self._is_closed:
             opened.close()
         return used
 
@@ -665,7 +665,8 @@ class RunConnections:
         return {"received_bytes": received, "corrupt_transfer_count": corrupt_count, **self._deltas.stats()}
 
     def close(self) -> None:
-        """Closes all connections. Reads in flight fail."""
+        """Closes all connections. Reads in flight and later ones fail."""
+        self._is_closed = True
         for key in list(self._servers):
             self._forget(key)
 
