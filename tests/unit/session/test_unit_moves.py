@@ -41,6 +41,6 @@ def test_a_unit_that_is_cut_anew_releases_its_kept_streams() -> None:
     units = {0: RemoteUnit(0, LAYOUT, (former,))}
     moves: Any = UnitMoves(servers, [MovableUnits(units, lambda: wire, lambda unit, *_: unit)])  # type: ignore[arg-type]
     halves = [common_pb2.ShardRange(start_bytes=start, stop_bytes=start + 2048) for start in (0, 2048)]
-    moves.move(coordinator_pb2.ListUnitsResponse(units=[{"unit_index": 0, "shards": halves}]), False)
+    moves.connect(coordinator_pb2.ListUnitsResponse(units=[{"unit_index": 0, "shards": halves}]), False)
     assert len(units[0].shards) == 2
     assert cache.held_bytes == 0
