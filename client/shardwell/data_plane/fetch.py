@@ -323,6 +323,13 @@ def _poll(find: Callable[[], RemoteUnit], version: int) -> SharedVector | None:
             vector = find().vector
             if vector is None or vector.shows(version):
                 return vector
+            if (shown := vector.version) is not None and shown > version:  # the servers may keep the older one
+                raise VersionGoneError(
+                    f"version {version} of unit {unit.layout.unit!r} was replaced by version {shown}: the step was "
+                    "committed without this trainer",
+                    unit=unit.layout.unit,
+                    version=version,
+                )
             if time.perf_counter() - started > unit.shards[0].wait_limit_s:
                 raise DeadlineError(
                     f"version {version} of unit {unit.layout.unit!r} did not appear in shared memory, although its "

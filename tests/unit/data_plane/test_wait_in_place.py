@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwell.data_plane.fetch import wait_in_place
-from shardwell_wire.errors import DeadlineError
+from shardwell_wire.errors import DeadlineError, VersionGoneError
 
 
 class Unit:
@@ -21,7 +21,7 @@ class Unit:
     """
 
     def __init__(self, shown: int | None, moves: Any = lambda: None, wait_limit_s: float = 0.5) -> None:
-        self.vector = None if shown is None else SimpleNamespace(shows=lambda version: version == shown)
+        self.vector = None if shown is None else SimpleNamespace(shows=lambda version: version == shown, version=shown)
         owner = SimpleNamespace(policy=SimpleNamespace(settle=lambda: None))
         shard = SimpleNamespace(await_version=lambda version: moves(), owner=owner, wait_limit_s=wait_limit_s)
         self.shards, self.layout = (shard,), SimpleNamespace(unit="buffers:0")
@@ -47,4 +47,10 @@ def test_a_unit_that_is_found_at_the_end_of_the_limit_is_no_error(shown: int | N
 def test_memory_that_never_shows_the_version_is_an_error() -> None:
     unit: Any = Unit(4)
     with pytest.raises(DeadlineError, match="version 5 of unit 'buffers:0' did not appear in shared memory"):
+        wait_in_place(lambda: unit, 5, STATS)
+
+
+def test_version_that_servers_keep_is_gone_from_memory_that_shows_a_newer_one() -> None:
+    unit: Any = Unit(6)
+    with pytest.raises(VersionGoneError, match="version 5 of unit 'buffers:0' was replaced by version 6"):
         wait_in_place(lambda: unit, 5, STATS)
