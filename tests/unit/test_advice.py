@@ -72,6 +72,7 @@ NOT_OURS = {
     "shardwell.engines.vllm": "needs vLLM",
     "shardwell.engines.vllm.update": "needs vLLM",
     "nothing has the option --weight-transfer-config": "vLLM's",
+    "nothing has the option --custom-weight-loader": "SGLang's",
     "nothing has the option --no-deps": "pip's, as the next ones",
     "nothing has the option --only-binary": "pip's",
     "nothing has the option --no-index": "pip's",

@@ -291,7 +291,6 @@ def wait_in_place(find: Callable[[], RemoteUnit], version: int, stats: TrafficSt
 
     Args:
         find: Returns the unit as its shards lie now, which may have another vector after they have moved.
-        version: The version to wait for.
         stats: Counts the waiting time.
 
     Returns:

@@ -334,7 +334,9 @@ class Session:
                 raise AttributeError(f"a Session has no {name!r}: use step.{name} in `for step in session.steps(...)`")
             return object.__getattribute__(self, name)  # raises the error that led here
 
-    def steps(self, num_steps: int, *, optimizer_steps: int = 1) -> Iterator[Step]:
+    def steps(
+        self, num_steps: int | DataLoader[Any], *, epochs: int | None = None, optimizer_steps: int = 1
+    ) -> Iterator[Step]:
         """Yields the steps of the run from the committed step up to step ``num_steps``.
 
         >>> for step in session.steps(loader, epochs=3):

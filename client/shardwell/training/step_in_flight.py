@@ -57,10 +57,10 @@ class StepInFlight:
         """Whether several optimizers update the session's parameters in turn."""
         self.means: Mapping[str, float] = {}
         """Means over the data ranks of the numbers that were logged in the step that was committed last, by name."""
+        self._has_missed_model: bool = False
+        """True if the last step of a loop over ``step.batches`` ran no sharded module."""
         self.acting: coordinator_pb2.ActingRanks | None = None
         """Ranks for which this trainer acts after the step that was committed last. None: not known."""
-        self._is_model_checked = False
-        """Whether this trainer has found out, in its first step, if the loop runs the sharded model."""
         # A commit that was interrupted with the former model may be pending.
         training.units.passes.before_use = self.settle
 

@@ -19,7 +19,14 @@ from shardwell.monitor.step_times import StepPart
 from shardwell.seeds import derive_seed, seed_batch
 from shardwell.step.step_commit import StepUpdate
 from shardwell.step.step_state import WorkItemState
-from shardwell.training.batch_sources import BatchFunction, BatchOptions, batch_function, is_stream, read_loader
+from shardwell.training.batch_sources import (
+    BatchFunction,
+    BatchOptions,
+    batch_function,
+    is_stream,
+    read_loader,
+    steps_per_epoch,
+)
 from shardwell.training.batch_workers import BatchWorkers, pin
 from shardwell.training.step_in_flight import StepInFlight
 from shardwell.training.streams import StreamReaders
@@ -49,6 +56,8 @@ class LoopPosition:
     """Calls of ``optimizer.step()`` in this iteration so far."""
     means: Mapping[str, float] = field(default_factory=UnknownMeans)
     """Means of the logged numbers in the last of these commits, by name."""
+    steps_per_epoch: int = 0
+    """Steps of an epoch of the loader that ``steps`` got; 0 without a loader."""
     global_ranks: list[int] = field(default_factory=list)
     twin_ranks: set[int] = field(default_factory=set)
     """``Step`` describes both."""

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwell.find_credentials import find_credentials
 from shardwell.memory.buffers import CAN_MAP
+from shardwell.module.parameters import has_parts, inner_tensors
 from shardwell.module.unit import owner_of
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights.digest import pinned_digest

@@ -346,10 +346,7 @@ async def describe_weights(
     """Describes the units and buffers of one version of the weights. Waits until the version is committed.
 
     Args:
-        run: The run.
-        cluster: The shard servers.
-        request: Names the version.
-        wait_s: Longest time to wait in seconds.
+        request: Names the version: a number, a published name, or neither for the newest.
 
     Raises:
         DeadlineError: The version is not committed yet.
