@@ -26,7 +26,8 @@ from tests.support.cluster import events, wait_in_sync, wait_until
 from tests.support.forked_servers import ForkedProcess
 from tests.support.long_run import LongRun
 
-KEPT = 3
+KEPT = 64
+"""More versions than are committed between two reads of a reader that follows, also if steps are short."""
 
 
 def start_next_version(server: ServerProcess) -> ForkedProcess:
@@ -212,7 +213,7 @@ def test_published_and_kept_versions_are_read_while_all_servers_are_replaced(
             count = len(follower.read)
             wait_until(lambda: len(follower.read) > count + 4, "reads after the upgrade", timeout_s=60.0)
             with shardwell.attach(cluster.address, training.run) as late:
-                for version in (published, *range(paused - KEPT + 1, paused + 1)):
+                for version in (published, paused - KEPT + 1, paused - 1, paused):
                     assert late.digest(version) == shardwell.weights_digest(training.states[version]), version
                 assert late.digest("eval") == shardwell.weights_digest(training.states[published])
             stack.close()
