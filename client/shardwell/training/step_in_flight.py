@@ -387,7 +387,7 @@ class StepInFlight:
             )
         if current is not None:
             self.items.end_item()
-        # An item that is over is finished by another trainer once the work of all trainers is finished.
+        # When all work of the step is finished, another trainer has finished the items that are over.
         unfinished = {rank: item for rank, item in state.items.items() if not item.is_finished}
         if missing := [rank for rank, item in unfinished.items() if not (state.work_finished and item.is_over)]:
             raise UsageError(

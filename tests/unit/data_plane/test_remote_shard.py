@@ -89,7 +89,7 @@ class Server(ReachedServer):
 
 
 class LostServer(ReachedServer):
-    """Its shards have another server when a fetch finds out that it is gone."""
+    """A server that is gone. A fetch fails, and the shard has another server from then on."""
 
     def __init__(self, policy: ResendPolicy, move: Callable[[], None]) -> None:
         super().__init__("s:0", policy)
