@@ -403,7 +403,7 @@ def test_client_without_the_secret_is_closed(served: Served) -> None:
 
 def test_unfinished_handshakes_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_server, "MAX_UNPROVEN", 2)
-    monkeypatch.setattr(call_server, "HANDSHAKE_LIMIT_S", 0.2)
+    monkeypatch.setattr(call_frames, "HANDSHAKE_LIMIT_S", 0.2)
     found = connections(served)
     silent = [socket.create_connection(("127.0.0.1", served.offer.port)) for _ in range(4)]
     assert all(map(is_closed, silent))
@@ -415,7 +415,7 @@ def test_unfinished_handshakes_are_limited(served: Served, monkeypatch: pytest.M
 
 def test_unfinished_handshakes_that_come_at_once_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_server, "MAX_UNPROVEN", 8)
-    monkeypatch.setattr(call_server, "HANDSHAKE_LIMIT_S", 60.0)
+    monkeypatch.setattr(call_frames, "HANDSHAKE_LIMIT_S", 60.0)
     found = connections(served)
     served.loop.call_soon_threadsafe(lambda: time.sleep(0.5))
     silent = [socket.create_connection(("127.0.0.1", served.offer.port)) for _ in range(60)]

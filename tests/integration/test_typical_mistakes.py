@@ -197,6 +197,11 @@ def sharded_in_two_sessions(at: Script) -> None:
         shardwell.auto_wrap(at.model, other)
 
 
+def follow_a_sharded_model(at: Script) -> None:
+    with shardwell.attach(run=at.session.run) as reader:
+        reader.follow(at.model)
+
+
 def load_a_file_of_torch(at: Script) -> None:
     torch.save(make_model().state_dict(), "model.pt")
     shardwell.from_safetensors(make_model(), "model.pt")
@@ -413,7 +418,7 @@ MISTAKES: dict[str, tuple[Callable[[Script], object], type[Exception], str]] = {
         r"^run 'nosuch' does not exist; existing runs: ",
     ),
     "attach: a sharded model": (
-        lambda at: shardwell.attach(run=at.session.run).follow(at.model),
+        follow_a_sharded_model,
         UsageError,
         r"pass a plain model, built without fully_shard$",
     ),

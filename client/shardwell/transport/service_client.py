@@ -52,8 +52,6 @@ _CHECKPOINT_POLL_S = 1.0
 _REPEATED = (UnavailableError, TooManyRequestsError)
 """A server refuses one request too many before it decodes it, and other trainers of the run may be the cause."""
 
-_CONNECT_TIMEOUT_S = 2.0
-"""Deadline for opening a call connection."""
 _RECEIVE_BYTES = 64 << 10
 
 _SHORTEST_ATTEMPT_S = 0.5
@@ -170,10 +168,11 @@ class CallConnection:
 
     def __init__(self, host: str, calls: common_pb2.CallPort, peer: str) -> None:
         self._peer, self._number, self._received = peer, 0, bytearray()
-        self._socket = socket.create_connection((host, calls.port), _CONNECT_TIMEOUT_S)
+        deadline = time.monotonic() + call_frames.HANDSHAKE_LIMIT_S
+        self._socket = socket.create_connection((host, calls.port), call_frames.HANDSHAKE_LIMIT_S)
         try:
             set_options(self._socket)
-            nonce, deadline = secrets.token_bytes(call_frames.NONCE_BYTES), time.monotonic() + _CONNECT_TIMEOUT_S
+            nonce = secrets.token_bytes(call_frames.NONCE_BYTES)
             self._send(call_frames.MAGIC + calls.client_id + nonce, deadline)
             given = self._exactly(call_frames.PROOF_BYTES, deadline)
             if not call_frames.is_proof(given, End.SERVER, calls.secret, nonce):

@@ -29,6 +29,9 @@ MAX_BODY_BYTES = 16 << 20
 
 MAX_PATH_BYTES, MAX_TOKEN_BYTES = 256, 8192
 
+HANDSHAKE_LIMIT_S = 10.0
+"""Deadline for connecting and for the handshake, on both sides. No rpc waits for it."""
+
 SILENCE_S, PING_LIMIT_S = 10.0, 5.0
 """A client that waits for a response for this long sends a ping, and gives the connection up if nothing arrives in the
 time after it. gRPC's keepalive has the same times."""

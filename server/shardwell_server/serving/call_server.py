@@ -33,9 +33,6 @@ MAX_CONNECTIONS, MAX_READERS, MAX_UNPROVEN = 4096, 2048, 128
 """Maximum number of connections, of those of readers, and of those whose handshake is not complete. One more of the
 last closes the oldest of them."""
 
-HANDSHAKE_LIMIT_S = 5.0
-"""A connection whose handshake is not complete is closed after this time."""
-
 MAX_REQUESTS_AT_ONCE = 64
 """Unfinished requests of one connection. Further ones are not read."""
 
@@ -177,7 +174,7 @@ class _Connection(asyncio.Protocol):
             return
         host, port, *_ = peer
         self.peer = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
-        self._timer = self._loop.call_later(HANDSHAKE_LIMIT_S, self.close)
+        self._timer = self._loop.call_later(call_frames.HANDSHAKE_LIMIT_S, self.close)
         self._server.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

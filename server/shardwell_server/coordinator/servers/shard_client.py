@@ -28,9 +28,6 @@ from shardwell_wire.v1 import common_pb2, shard_pb2
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 2.0
-
-
 _Response = asyncio.Future[tuple[bytes, bool]]
 """Body of a response, and whether it is an error."""
 
@@ -62,7 +59,7 @@ class CallLine(asyncio.Protocol):
         """
         line = cls(peer, calls)
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(call_frames.HANDSHAKE_LIMIT_S):
                 await asyncio.get_running_loop().create_connection(lambda: line, host, calls.port)
                 await line._greeted
         except BaseException:
