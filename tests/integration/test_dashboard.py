@@ -26,8 +26,8 @@ import pytest
 from google.protobuf.message_factory import GetMessageClass
 
 import shardwell
-from shardwell.command.arguments import as_dict
 from shardwell.command.cli import main
+from shardwell.command.output import as_dict
 from shardwell_server.cli import build_parser
 from shardwell_server.serving import dashboard
 from shardwell_server.serving.server_options import endpoint_of

@@ -19,9 +19,10 @@ from rich.console import Console
 import shardwell
 from shardwell.command import cli
 from shardwell.command import inspect_tables as tables
-from shardwell.command.arguments import DEGRADED, INTERRUPTED, UNREACHABLE, Answer, show, to_json
+from shardwell.command.arguments import DEGRADED, INTERRUPTED, UNREACHABLE
 from shardwell.command.cli import build_parser, main
 from shardwell.command.inspect_tables import ParameterPiece
+from shardwell.command.output import Answer, show, to_json
 from shardwell.processes import launch
 from shardwell.processes.launch import describe_exit
 from shardwell.tables import format_size

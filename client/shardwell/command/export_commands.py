@@ -21,8 +21,8 @@ from shardwell.command.arguments import (
     add_command,
     add_coordinator_arguments,
     open_coordinator,
-    progress_bar,
 )
+from shardwell.command.output import progress_bar
 from shardwell.tables import format_size
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.checkpoint_reader import open_checkpoint

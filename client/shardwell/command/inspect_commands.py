@@ -19,15 +19,12 @@ from shardwell.command import inspect_tables as tables
 from shardwell.command.arguments import (
     DEGRADED,
     UNREACHABLE,
-    Answer,
     Subparsers,
     add_command,
     add_coordinator_arguments,
-    add_output_arguments,
-    as_dict,
     open_coordinator,
-    show,
 )
+from shardwell.command.output import Answer, add_output_arguments, as_dict, show
 from shardwell.tables import format_size
 from shardwell.transport.service_client import CoordinatorClient, ServiceClient
 from shardwell_wire.errors import NotFoundError, ShardwellError, UnavailableError, UsageError

@@ -14,18 +14,8 @@ from rich.console import Group
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-from shardwell.command.arguments import (
-    Answer,
-    Subparsers,
-    add_command,
-    add_coordinator_arguments,
-    add_output_arguments,
-    byte_columns,
-    calling,
-    progress,
-    progress_bar,
-    show,
-)
+from shardwell.command.arguments import Subparsers, add_command, add_coordinator_arguments, calling
+from shardwell.command.output import Answer, add_output_arguments, byte_columns, progress, progress_bar, show
 from shardwell.tables import Listing, format_size
 from shardwell.transport.service_client import save_checkpoint
 from shardwell_wire.checkpoints.folder import Entry, entries_below, verify
