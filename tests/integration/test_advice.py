@@ -192,6 +192,18 @@ def load_into_new_run(at: Training) -> None:
     assert all(torch.equal(value, values[name]) for name, value in shardwell.full_state_dict(at.model).items())
 
 
+def read_state(at: Training) -> None:
+    with shardwell.join(run="state", checkpoint_dir=str(at.folder)) as session:
+        model = nn.Linear(4, 2)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        session.save_checkpoint(wait=True)
+        found = shardwell.weights.open_checkpoint(at.folder, run=session.run).optimizer_state("weight")
+    assert set(found) == {"exp_avg", "exp_avg_sq", "step"}
+
+
 def keep_average(at: Training) -> None:
     at.optimizer.ema_decay = 0.999
     at.backward()
@@ -266,6 +278,11 @@ FOLLOWED: dict[str, tuple[Callable[[Training], object], str, Callable[[Training]
         lambda at: at.model.load_state_dict(shardwell.full_state_dict(at.model)),
         r"fully_shard\(\.\.\., source=shardwell\.from_safetensors\(model, path\)\) in a new run",
         load_into_new_run,
+    ),
+    "state": (
+        lambda at: at.optimizer.state[next(at.model.parameters())]["exp_avg"],
+        r"save a checkpoint, and call shardwell\.weights\.open_checkpoint\(folder, run=session\.run\)\.optimizer_state",
+        read_state,
     ),
     "average": (
         lambda at: torch.optim.swa_utils.AveragedModel(at.model),

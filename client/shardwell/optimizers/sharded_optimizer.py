@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,16 @@ class _LatestUnits:
     """A message with ``units`` only."""
 
 
+class _StateOnServers(dict[str, Any]):
+    """State of a parameter, which the servers keep. Empty."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"the servers keep the optimizer state, also {name!r}: to read it, save a checkpoint, and call "
+            "shardwell.weights.open_checkpoint(folder, run=session.run).optimizer_state(parameter_name)"
+        )
+
+
 class ShardedOptimizer(Optimizer):
     """Base class of the optimizers. Do not use it directly.
 
@@ -130,6 +141,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._check_bounds(defaults)
         super().__init__(params, defaults)
+        self.state = defaultdict(_StateOnServers)
         self._session = self._find_session()
         self._session.declare_buffers()
         self._session.optimizers.add(self)
