@@ -88,7 +88,17 @@ def test_changes_are_computed_once_and_are_exact(one: OneUnit, made: list[int]) 
         words[torch.from_numpy(changes.places)] = torch.from_numpy(changes.words.astype("<i2"))
         assert words.numpy().tobytes() == stream
         assert list(changes.checksums) == list(shard_changes.checksums_of(spans, stream))
-    assert len(made) == 4
+        _, smaller = gather(one, version, since=since, wire_dtype=BFLOAT16, takes_differences=True)
+        assert len(smaller) < 0.9 * len(data) or since == version
+        found = ShardChanges.decode(spans, smaller, len(stream), "u", has_differences=True)
+        former, assert_equal = torch.frombuffer(bytearray(base), dtype=torch.bfloat16), torch.testing.assert_close
+        for span in spans:
+            elements, values = changes.of(span)
+            own = former[span.start // 2 : span.stop // 2][elements]
+            assert found.of(span)[0].equal(elements)
+            for _ in range(2):
+                assert_equal(found.resolve(span, own), values, rtol=0, atol=0)
+    assert len(made) == 8
     one.server.evaluate(one.server.store.memory.unreserved.evict)
     assert not one.shard.changes._kept
 
@@ -118,6 +128,29 @@ def test_changes_that_nobody_reads_are_dropped(one: OneUnit) -> None:
     assert not one.shard.changes._kept
 
 
+def test_each_version_is_encoded_once_for_readers_that_follow(one: OneUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded, real, memory = list[int](), EncodedVersions.compute_encode, one.server.store.memory.unreserved
+
+    def counted(self: EncodedVersions, wire_dtype: int, values: torch.Tensor, stream: VersionBytes) -> None:
+        encoded.append(stream.version)
+        real(self, wire_dtype, values, stream)
+
+    monkeypatch.setattr(EncodedVersions, "compute_encode", counted)
+    with ExitStack() as stack:
+        for version in (2, 3, 4):
+            if version > 2:
+                train(one, version - 1, gradient=1e-4)
+                stack.enter_context(pinned(one, version))
+            gather(one, version, since=version - 1, wire_dtype=BFLOAT16)
+        assert encoded == [1, 2, 3, 4]
+        one.server.evaluate(memory.evict)
+        assert not one.shard.changes._newest, "it makes room for others"
+        gather(one, 4, since=4, wire_dtype=BFLOAT16)
+        for version in (5, 6):
+            train(one, version - 1, gradient=1e-4)
+        assert not one.shard.changes._newest, "nobody has read changes since the update before"
+
+
 def test_a_lack_of_memory_is_not_kept(one: OneUnit, monkeypatch: pytest.MonkeyPatch) -> None:
     real, changes = version_changes.copied, one.shard.changes
 
@@ -127,10 +160,10 @@ def test_a_lack_of_memory_is_not_kept(one: OneUnit, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(version_changes, "copied", copied)
     gather(one, 2, since=0, wire_dtype=BFLOAT16)
     assert not gather(one, 2, since=1, wire_dtype=BFLOAT16)[0].HasField("deltas")
-    assert list(changes._kept) == [(BFLOAT16, 0, 2)]
+    assert list(changes._kept) == [(BFLOAT16, 0, 2, False)]
     one.server.evaluate(changes.supersede)
     assert gather(one, 2, since=1, wire_dtype=BFLOAT16)[0].HasField("deltas")
-    assert list(changes._kept) == [(BFLOAT16, 1, 2)], "the others made room"
+    assert list(changes._kept) == [(BFLOAT16, 1, 2, False)], "the others made room"
 
 
 def test_snapshots_of_pinned_versions_replace_changes(one: OneUnit) -> None:

@@ -92,7 +92,9 @@ def test_base_and_changes_are_the_pinned_version(cluster: shardwell.LocalCluster
                     names = {change.name for change in pinned.changes(since)}
                     assert bool(names) == (since < version) and not any("frozen" in name for name in names)
                     patched = {name: value.clone() for name, value in states[since].items()}
-                    assert set(pinned.patch(patched, since)) == names and equal(patched, states[version])
+                    differing = {name for name, value in patched.items() if not value.equal(states[version][name])}
+                    # Differences may be small enough where new values are not, and a shard is then not sent whole.
+                    assert differing <= set(pinned.patch(patched, since)) <= names and equal(patched, states[version])
 
 
 def test_changes_that_are_not_read_to_the_end_leave_the_pin_usable(cluster: shardwell.LocalCluster) -> None:

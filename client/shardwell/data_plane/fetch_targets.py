@@ -10,7 +10,7 @@ import torch
 
 from shardwell.data_plane.kept_streams import DecodedStream, KeptStream, receiving
 from shardwell.memory.buffers import BufferPool
-from shardwell.transport.base import Incoming, ShardAddress
+from shardwell.transport.base import Incoming, ShardAddress, Since
 from shardwell.transport.shared_vector import SharedVector
 from shardwell_wire.encoding import wire_dtypes
 from shardwell_wire.encoding.chunk_streams import memory_at
@@ -75,10 +75,10 @@ class IncomingChanges(Incoming):
         whole: Receives the whole shard, if the server sends it.
     """
 
-    def __init__(self, spans: Sequence[Span], since: int, whole: RangeTarget, stream_bytes: int, what: str) -> None:
+    def __init__(self, spans: Sequence[Span], since: Since, whole: RangeTarget, stream_bytes: int, what: str) -> None:
         self._spans, self.since, self._whole, self._what = spans, since, whole, what
         self.wire_dtype, self._stream_bytes, self._received = whole.wire_dtype, stream_bytes, bytearray()
-        self._has_changes = False
+        self._takes_differences, self._has_changes, self._has_differences = since.has_values, False, False
         self.changes: ShardChanges | None = None
         """What has changed. None: ``whole`` has the values."""
 
@@ -97,13 +97,15 @@ class IncomingChanges(Incoming):
                 f"{self._what}: the server announces {self.received_bytes} bytes of changes, expected at most "
                 f"{self._stream_bytes}"
             )
+        self._has_differences = self._takes_differences and deltas is not None and deltas.has_differences
         self._received = bytearray(self.received_bytes)
         return memoryview(self._received)
 
     def finish(self) -> None:
         """See ``Incoming``."""
         if self._has_changes:
-            self.changes = ShardChanges.decode(self._spans, self._received, self._stream_bytes, self._what)
+            received, size_bytes = self._received, self._stream_bytes
+            self.changes = ShardChanges.decode(self._spans, received, size_bytes, self._what, self._has_differences)
         elif self.wire_dtype == AS_STORED:
             self._whole.memory[:] = self._received
         else:

@@ -32,6 +32,7 @@ from shardwell.transport.base import (
     PushedRange,
     ShardAddress,
     ShardRead,
+    Since,
     ignore,
 )
 from shardwell.transport.relay_connection import RelayConnection, RelayLostError
@@ -459,7 +460,7 @@ class RemoteShard:
         """Returns whether the stream of a version is kept for deltas now."""
         return self._kept is not None and self._kept.has(version)
 
-    def fetch_changes(self, version: int, since: int, target: memoryview) -> ShardChanges | None:
+    def fetch_changes(self, version: int, since: Since, target: memoryview) -> ShardChanges | None:
         """Reads what has changed since a version: from the server, or by comparing a stream that is kept for deltas.
 
         Args:
@@ -471,7 +472,7 @@ class RemoteShard:
         """
         wire, stream_bytes = self._wire.gather_dtype, self.stop_bytes - self.start_bytes
         spans = spans_of(self.address.layout, self._plans.segments(None), wire, self.start_bytes)
-        if spans and self._kept is not None and (before := self._kept.copy(since)) is not None:
+        if spans and self._kept is not None and (before := self._kept.copy(since.version)) is not None:
             self.fetch(version, target)
             if (after := self._kept.copy(version)) is None:
                 return None

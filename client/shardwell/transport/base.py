@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from shardwell.transport.partition_transfers import PartitionLocation, PartitionSegment
 from shardwell.transport.service_client import StandingRpc
@@ -40,6 +40,14 @@ def into(memory: memoryview) -> Place:
     return lambda *_: memory
 
 
+class Since(NamedTuple):
+    """An older version of a shard, since which changes are fetched."""
+
+    version: int
+    has_values: bool
+    """Whether the caller has its values, so that differences from them can be sent."""
+
+
 class Incoming:
     """The stream of one fetch. For one thread at a time.
 
@@ -50,7 +58,7 @@ class Incoming:
 
     base: shard_pb2.StreamBase | None = None
     """What this trainer has of the stream. None: it accepts no deltas."""
-    since: int | None = None
+    since: Since | None = None
     """The version since which the server sends changes, if they are smaller. None: it sends the stream."""
 
     def __init__(self, memory: memoryview, use: Callable[[memoryview], None] | None = None) -> None:
@@ -438,7 +446,8 @@ class StreamTransport(Transport):
                 ema=read.average,
                 base=incoming.base,
                 wait_s=wait_s,
-                since=incoming.since,
+                since=incoming.since and incoming.since.version,
+                takes_differences=bool(incoming.since and incoming.since.has_values),
             )
             fetched = self.fetch_stream(request, incoming.place, timeout_s=timeout_s, nearly_done=nearly_done)
             self._counter.add(received_bytes=incoming.received_bytes)

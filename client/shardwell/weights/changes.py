@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class UnitChanges:
                 continue
             for span, checksum in zip(changes.spans, changes.checksums, strict=True):
                 if span.segment.parameter_index == index:
-                    yield _Piece(span.segment, *changes.of(span), int(checksum))
+                    yield _Piece(span.segment, *changes.of(span), int(checksum), partial(changes.resolve, span))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class _Piece:
     values: torch.Tensor
     checksum: int = 0
     """XXH3-64 of the segment, in the dtype of ``values``."""
+    resolve: Callable[[torch.Tensor], torch.Tensor] = lambda former: former
+    """Returns the new values, from the former ones. Until its first call, ``values`` may have differences."""
 
 
 def find_change(stored: StoredParameter, region: Box, units: Mapping[str, UnitChanges]) -> TensorChange | None:
@@ -106,7 +109,7 @@ def find_change(stored: StoredParameter, region: Box, units: Mapping[str, UnitCh
 
 
 def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tensor: torch.Tensor, since: int) -> None:
-    """Checks that a tensor becomes that of the pinned version. Does not write to it.
+    """Checks that a tensor becomes that of the pinned version. Does not write to it. Resolves differences.
 
     Args:
         stored: The tensor in the run.
@@ -123,7 +126,7 @@ def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tens
         segment = piece.segment
         own = tensor.detach()[part.described.box.slices].reshape(-1)[segment.start_element : segment.stop_element]
         result = own.to("cpu", piece.values.dtype, copy=True)
-        result[piece.elements] = piece.values
+        result[piece.elements] = piece.resolve(result[piece.elements])
         data = result.view(torch.uint8)
         if xxhash.xxh3_64_intdigest(memory_at(data.data_ptr(), data.numel(), data)) != piece.checksum:
             raise CorruptDataError(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import torch
 
 from shardwell.data_plane.kept_streams import DeltaCache
 from shardwell.data_plane.shard import RemoteShard, Wire
+from shardwell.transport.base import Since
 from shardwell.transport.resending import ResendPolicy
 from shardwell.transport.server_connection import TRANSPORT_NAMES, ConnectOptions, ServerConnection
 from shardwell.transport.service_client import CoordinatorClient, StandingRpc
@@ -106,7 +108,7 @@ class UnitReader:
         )
         return flat
 
-    def changes(self, unit: PlacedUnit, since: int | None) -> UnitChanges:
+    def changes(self, unit: PlacedUnit, since: Since | None) -> UnitChanges:
         """Returns what has changed in a unit since a version, or the whole unit; raises as ``read``."""
         if since is None:
             return UnitChanges(unit, self.read(unit), [(0, unit.layout.size_bytes, None)])
@@ -247,7 +249,7 @@ class PinnedVersion:
         if problems:
             raise UsageError(f"the tensors do not fit run {self.run!r}: {listed(problems)}")
         found = list[TensorChange]()
-        for (stored, region, units), version in self._changed(since, chosen):
+        for (stored, region, units), version in self._changed(since, chosen, has_values=True):
             for tensor in targets[stored.name]:
                 check_result(stored, units, tensor, version)
             if (change := find_change(stored, region, units)) is not None:
@@ -258,7 +260,7 @@ class PinnedVersion:
         return [change.name for change in found]
 
     def _changed(
-        self, since: int | str, chosen: Sequence[Chosen]
+        self, since: int | str, chosen: Sequence[Chosen], *, has_values: bool = False
     ) -> Iterator[tuple[tuple[StoredParameter, Box, dict[str, UnitChanges]], int]]:
         """Yields the arguments of ``find_change``, and the number of the older version."""
         reader, connections = self._reader, self._reader.connections
@@ -266,18 +268,15 @@ class PinnedVersion:
             if since < 0:
                 raise UsageError(f"since={since}: expected a version of run {self.run!r}, which are numbers from 0")
             self._check_older(since, connections.rollback_count_of(since, self.rollback_count))
+        number, name = (since, "") if isinstance(since, int) else (None, since)
+        describe = partial(describe_weights, reader.coordinator, self.run, version=number, name=name)
+        pin = partial(pinned_version, reader.coordinator, self.run, timeout_s=reader.timeout_s, waits=True)
         with ExitStack() as stack:
             try:
-                former = stack.enter_context(
-                    pinned_version(
-                        reader.coordinator,
-                        self.run,
-                        timeout_s=reader.timeout_s,
-                        connections=connections,
-                        waits=True,
-                        version=since,
-                    )
-                )
+                former = retry(lambda: describe(without_units=True), limit_s=reader.timeout_s)
+                if connections.pins_former or not _stays(former, self.version):
+                    pinned = stack.enter_context(pin(connections=connections, version=since))
+                    former.version, former.rollback_count = pinned.version, pinned.rollback_count
             except VersionGoneError:
                 units = {part.unit_name: part.unit for stored, _ in chosen for part in stored.parts}
                 # Buffers are not kept for deltas, and are read whole.
@@ -294,7 +293,12 @@ class PinnedVersion:
             def read(unit: PlacedUnit) -> UnitChanges | None:
                 if self.changed_at(unit) <= version:
                     return None
-                return reader.changes(unit, None if is_gone and unit.layout.holds_buffers else version)
+                known = None if is_gone and unit.layout.holds_buffers else Since(version, has_values)
+                try:
+                    return reader.changes(unit, known)
+                except VersionGoneError:
+                    connections.pins_former = True  # the run has dropped it during the reads
+                    raise
 
             for stored, region, changes in _with_units(chosen, read):
                 yield (stored, region, {name: each for name, each in changes.items() if each is not None}), version
@@ -329,6 +333,12 @@ class PinnedVersion:
                 "try again when the servers are less busy",
                 **error.data,
             ) from error
+
+
+def _stays(former: coordinator_pb2.DescribeWeightsResponse, version: int) -> bool:
+    """Returns whether a run keeps a version for more than one step, or the version is the one that a reader pins."""
+    kept, published = former.kept_versions, former.published.values()
+    return former.version in (version, *published, *[each for each in kept if each not in published][1:])
 
 
 def _with_units(
@@ -523,6 +533,8 @@ class RunConnections:
         self._closed_bytes, self._is_closed = 0, False
         """Bytes that closed connections have received."""
         self._lock = threading.Lock()
+        self.pins_former = False
+        """Whether the run has dropped a former version while changes since it were read, so that it must be pinned."""
         self._read = dict[int, int]()
         """How often the run had been rolled back when each version was read last, for the last versions read."""
         self._servers: dict[_ServerKey, ServerConnection] = {}
@@ -609,7 +621,7 @@ class RunConnections:
         layout: UnitLayout,
         shard: common_pb2.ShardRange,
         version: int,
-        since: int,
+        since: Since,
         target: memoryview,
         *,
         timeout_s: float,

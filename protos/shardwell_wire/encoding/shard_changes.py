@@ -63,13 +63,16 @@ def spans_of(layout: UnitLayout, segments: Sequence[Segment], wire_dtype: WireDt
     return spans
 
 
-def encode(spans: Sequence[Span], base: Buffer, stream: Buffer, limit_bytes: int) -> list[bytes] | None:
+def encode(
+    spans: Sequence[Span], base: Buffer, stream: Buffer, limit_bytes: int, differences: bool = False
+) -> list[bytes] | None:
     """Returns the changes from one stream of a shard to another one, in consecutive pieces.
 
     Args:
         base: The former stream.
         stream: The new stream, of the same size.
         limit_bytes: Largest useful size of the changes.
+        differences: Whether to send differences where they are smaller than values. All items have 16 bits.
 
     Returns:
         None: The changes are larger, or the stream has none.
@@ -78,7 +81,7 @@ def encode(spans: Sequence[Span], base: Buffer, stream: Buffer, limit_bytes: int
         return None
     item_words = max(1, *(span.dtype.itemsize // value_deltas.ITEM_BYTES for span in spans))
     checksums = checksums_of(spans, stream).tobytes()
-    pieces = value_deltas.encode_changes(base, stream, limit_bytes - len(checksums), item_words)
+    pieces = value_deltas.encode_changes(base, stream, limit_bytes - len(checksums), 0 if differences else item_words)
     return None if pieces is None else [*pieces, checksums]
 
 
@@ -96,18 +99,23 @@ class ShardChanges:
     places: NDArray[np.int64]
     """Places of changed 16-bit values in the stream, rising."""
     words: NDArray[np.uint16]
-    """The new values."""
+    """The new values, or differences from the former ones, modulo 2^16."""
+    is_new: NDArray[np.bool_]
+    """Where ``words`` has new values."""
     checksums: NDArray[np.uint64]
     """XXH3-64 of each segment in the new stream. [len(spans)]"""
     what: str
     """Names the shard in errors."""
 
     @classmethod
-    def decode(cls, spans: Sequence[Span], changes: Buffer, stream_bytes: int, what: str) -> ShardChanges:
+    def decode(
+        cls, spans: Sequence[Span], changes: Buffer, stream_bytes: int, what: str, has_differences: bool = False
+    ) -> ShardChanges:
         """Decodes changes.
 
         Args:
             changes: The encoded changes.
+            has_differences: As ``differences`` in ``encode``.
 
         Raises:
             CorruptDataError: The changes are malformed.
@@ -117,15 +125,30 @@ class ShardChanges:
             raise CorruptDataError(f"{what}: got {len(changes)} bytes of changes, expected {checksum_bytes} or more")
         data, numel = memoryview(changes), stream_bytes // value_deltas.ITEM_BYTES
         split = len(data) - checksum_bytes
-        places, words = value_deltas.decode_changes(data[:split], numel, what)
-        return cls(spans, places, words, np.frombuffer(data[split:], "<u8").copy(), what)
+        found = value_deltas.decode_changes(data[:split], numel, what, has_differences)
+        return cls(spans, *found, np.frombuffer(data[split:], "<u8").copy(), what)
 
     @classmethod
     def between(cls, spans: Sequence[Span], base: Buffer, stream: Buffer, what: str) -> ShardChanges:
         """Compares two streams of 16-bit values."""
         before, after = (np.frombuffer(each, "<u2") for each in (base, stream))
         places = np.flatnonzero(before != after)
-        return cls(spans, places, after[places], checksums_of(spans, stream), what)
+        is_new = np.ones(len(places), np.bool_)
+        return cls(spans, places, after[places], is_new, checksums_of(spans, stream), what)
+
+    def resolve(self, span: Span, former: torch.Tensor) -> torch.Tensor:
+        """Replaces differences from the former values of a segment's changed elements; returns the new values."""
+        place = self._of(span)
+        words, is_difference = self.words[place], ~self.is_new[place]
+        if is_difference.any():
+            words[is_difference] += former.view(torch.int16).numpy().view(np.uint16)[is_difference]
+            self.is_new[place] = True
+        return self.of(span)[1]
+
+    def _of(self, span: Span) -> slice:
+        """Returns which of the changed values are in a segment."""
+        bounds = span.start // value_deltas.ITEM_BYTES, -(-span.stop // value_deltas.ITEM_BYTES)
+        return slice(*np.searchsorted(self.places, bounds))
 
     def of(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the changed elements of a segment, counted from its start, and their values in the stream's dtype.
@@ -134,9 +157,8 @@ class ShardChanges:
             CorruptDataError: A changed element is incomplete.
         """
         numel, size = span.segment.stop_element - span.segment.start_element, span.dtype.itemsize
-        first = span.start // value_deltas.ITEM_BYTES
-        start, stop = np.searchsorted(self.places, (first, -(-span.stop // value_deltas.ITEM_BYTES)))
-        places, data = self.places[start:stop] - first, self.words[start:stop].view(np.uint8)
+        place, first = self._of(span), span.start // value_deltas.ITEM_BYTES
+        places, data = self.places[place] - first, self.words[place].view(np.uint8)
         if size < value_deltas.ITEM_BYTES:
             elements = (places[:, None] * 2 + np.arange(2)).reshape(-1)
             count = int(np.searchsorted(elements, numel))  # the last value has padding

@@ -7,8 +7,8 @@ numbers, so that a difference fits one byte. docs/wire-format.md specifies the f
 
 A delta is encoded and applied in groups of blocks that fit a core's cache, each with a few numpy passes.
 
-``encode_changes`` and ``decode_changes`` are for clients that do not have the former stream. Changes are a delta with
-new values in place of differences, so each changed value takes one byte more.
+``encode_changes`` is for clients that do not have the former stream. Changes are a delta with new values in place of
+differences, so each changed value takes one byte more. ``decode_changes`` lists what either of them changes.
 """
 
 from __future__ import annotations
@@ -73,34 +73,42 @@ def encode_changes(base: Buffer, stream: Buffer, limit_bytes: int, item_words: i
         stream: The new stream.
         limit_bytes: Largest useful size of the changes.
         item_words: 16-bit values per item. If an item changes, the changes have all its values. A power of two, at
-            most 8. Items are aligned.
+            most 8. Items are aligned. 0: returns a delta.
     """
     return _encode(base, stream, limit_bytes, item_words)
 
 
-def decode_changes(changes: Buffer, numel: int, what: str) -> tuple[_Places, _Words]:
-    """Returns the places of changed 16-bit values in a stream, rising, and the new values.
+def decode_changes(changes: Buffer, numel: int, what: str, is_delta: bool = False) -> tuple[_Places, _Words, _Flags]:
+    """Returns what changes, or a delta, change in a stream of 16-bit values.
+
+    Returns:
+        Places, rising. At each of them, the new value or a difference, and whether it is a new value.
 
     Raises:
         CorruptDataError: The changes are malformed, or are of a stream of another size.
     """
-    data = _Sections(changes, what)
-    found: list[tuple[_Places, _Words]] = [(np.empty(0, np.int64), np.empty(0, np.uint16))]
+    data, largest = _Sections(changes, what), _ALL if is_delta else _MASK
+    found = [(np.empty(0, np.int64), np.empty(0, np.uint16), np.empty(0, np.bool_))]
     for start in range(0, numel, _GROUP_NUMEL):
         table = data.take(-(-min(_GROUP_NUMEL, numel - start) // BLOCK_NUMEL), "table")
         if not table.any():
             continue
-        if ((table > _MASK) & (table != _NEW)).any():
-            raise data.malformed(f"has table entry {table.max()}, expected at most {_MASK}, or {_NEW}")
-        places = _places_of_values(_changed_places(data, table), table)
-        values = data.take(ITEM_BYTES * len(places), "values").view("<u2")
+        if ((table > largest) & (table != _NEW)).any():
+            raise data.malformed(f"has table entry {table.max()}, expected at most {largest}, or {_NEW}")
+        described = _changed_places(data, table)
+        small = data.take(len(described), "differences") if is_delta else np.full(len(described), _ESCAPE, np.uint8)
+        places = _places_of_values(described, table)
+        words, is_new = np.zeros(len(places), np.uint16), np.ones(len(places), np.bool_)
+        own = slice(None) if len(places) == len(described) else np.searchsorted(places, described)
+        words[own], is_new[own] = small.view(np.int8).astype(np.int16).view(np.uint16), small == _ESCAPE
+        words[is_new] = data.take(ITEM_BYTES * int(np.count_nonzero(is_new)), "values").view("<u2")
         inside = int(np.searchsorted(places, numel - start))
-        if values[inside:].any():
+        if words[inside:].any():
             raise data.malformed("changes values after the end of the stream")
-        found.append((places[:inside] + start, values[:inside]))
+        found.append((places[:inside] + start, words[:inside], is_new[:inside]))
     data.require_end()
-    places, values = (np.concatenate(each) for each in zip(*found, strict=True))
-    return places, values
+    places, words, is_new = (np.concatenate(each) for each in zip(*found, strict=True))
+    return places, words, is_new
 
 
 def _encode(base: Buffer, stream: Buffer, limit_bytes: int, item_words: int) -> list[bytes] | None:

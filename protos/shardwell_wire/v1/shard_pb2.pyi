@@ -470,6 +470,7 @@ class GatherRequest(google.protobuf.message.Message):
     BASE_FIELD_NUMBER: builtins.int
     WAIT_S_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
+    TAKES_DIFFERENCES_FIELD_NUMBER: builtins.int
     run: builtins.str
     """Name of the run."""
     unit: builtins.str
@@ -498,6 +499,8 @@ class GatherRequest(google.protobuf.message.Message):
     """An older version of the whole shard: the server sends what has changed since, if that is smaller than the stream.
     Neither with a base nor with ema. OUT_OF_RANGE: the version is not readable any more.
     """
+    takes_differences: builtins.bool
+    """With since: the client has the values of that version, so a delta can replace the new values."""
     @property
     def base(self) -> global___StreamBase:
         """With BFLOAT16 or FLOAT16: the client keeps the stream, and accepts deltas against the one that it has. Unset: the
@@ -519,9 +522,10 @@ class GatherRequest(google.protobuf.message.Message):
         base: global___StreamBase | None = ...,
         wait_s: builtins.float | None = ...,
         since: builtins.int | None = ...,
+        takes_differences: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_since", b"_since", "_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "since", b"since", "version", b"version", "wait_s", b"wait_s"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_since", b"_since", "_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "since", b"since", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_since", b"_since", "_version", b"_version", "_wait_s", b"_wait_s", "base", b"base", "chunk_bytes", b"chunk_bytes", "ema", b"ema", "run", b"run", "run_id", b"run_id", "since", b"since", "start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "takes_differences", b"takes_differences", "unit", b"unit", "version", b"version", "wait_s", b"wait_s", "wire_dtype", b"wire_dtype"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_since", b"_since"]) -> typing.Literal["since"] | None: ...
     @typing.overload
@@ -565,8 +569,11 @@ class StreamDeltas(google.protobuf.message.Message):
 
     CHECKSUM_FIELD_NUMBER: builtins.int
     SIZES_BYTES_FIELD_NUMBER: builtins.int
+    HAS_DIFFERENCES_FIELD_NUMBER: builtins.int
     checksum: builtins.int
     """XXH3-64 of the whole stream, also where deltas are sent instead. With since: 0."""
+    has_differences: builtins.bool
+    """With since: the changes have the section of differences. Older servers never set it."""
     @property
     def sizes_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sizes of the deltas that are sent instead of the stream, one after another. The first is applied to the base, each
@@ -578,8 +585,9 @@ class StreamDeltas(google.protobuf.message.Message):
         *,
         checksum: builtins.int = ...,
         sizes_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        has_differences: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "sizes_bytes", b"sizes_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "has_differences", b"has_differences", "sizes_bytes", b"sizes_bytes"]) -> None: ...
 
 global___StreamDeltas = StreamDeltas
 

@@ -39,6 +39,30 @@ def test_changed_elements_of_all_dtypes(share: float) -> None:
         assert torch.equal(before, after), span.dtype
 
 
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("largest", [2, 1 << 15])
+def test_differences_give_the_new_values(share: float, largest: int) -> None:
+    layout = UnitLayout("u", tuple(Parameter(name, (211, 13), "bfloat16") for name in "ab"))
+    generator = np.random.default_rng(4)
+    base = generator.integers(0, 1 << 16, layout.size_bytes // 2, np.uint16)
+    moved = base + generator.integers(-largest, largest + 1, len(base)).astype(np.uint16)
+    moved[1000:1512] = generator.integers(0, 1 << 16, 512, np.uint16)
+    stream = np.where(generator.random(len(base)) < share, moved, base)
+    spans = spans_of(layout, layout.segments(0, layout.size_bytes), AS_STORED, 0)
+    pieces = shard_changes.encode(spans, base.tobytes(), stream.tobytes(), 1 << 30, True)
+    assert pieces is not None
+    changes = ShardChanges.decode(spans, b"".join(pieces), layout.size_bytes, "u", has_differences=True)
+    for span in spans:
+        former, expected = (
+            torch.from_numpy(each[span.start // 2 : span.stop // 2].view(np.int16)).view(torch.bfloat16)
+            for each in (base, stream)
+        )
+        result, elements = former.clone(), changes.of(span)[0]
+        for _ in range(2):  # of another tensor with the same values
+            result[elements] = changes.resolve(span, former[elements])
+            assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
+
+
 def test_streams_without_changes() -> None:
     layout = UnitLayout("u", (Parameter("a", (8,), "float32"), Parameter("b", (8,), "float64")))
     segments = layout.segments(0, layout.size_bytes)

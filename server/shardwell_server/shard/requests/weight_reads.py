@@ -172,7 +172,8 @@ async def _reading_changes(
         )
     _, former = shard.values.read_at_once(request.since)
     try:
-        found = await shard.changes.read(request.wire_dtype, former, source, wait_s=wait_s, what=shard.what)
+        wire_dtype, differences = request.wire_dtype, request.takes_differences
+        found = await shard.changes.read(wire_dtype, former, source, differences, wait_s=wait_s, what=shard.what)
         with _reading_stream(shard, found, header, shard.changes.release) as reading:
             yield reading
     finally:

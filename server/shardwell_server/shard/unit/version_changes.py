@@ -14,7 +14,7 @@ import torch
 from shardwell_server.shard.memory.budget import Memory
 from shardwell_server.shard.unit.encoded_versions import EncodedStream, EncodedVersions, copied, largest_useful
 from shardwell_server.shard.unit.values import Snapshots, VersionBytes
-from shardwell_wire.encoding import shard_changes
+from shardwell_wire.encoding import shard_changes, value_deltas
 from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.shard_changes import Span
 from shardwell_wire.encoding.streams import RangePlans
@@ -25,15 +25,16 @@ from shardwell_wire.v1 import shard_pb2
 _MAX_PAIRS = 8
 """Largest number of pairs of versions whose changes are kept."""
 
-_Pair = tuple[WireDtype, int, int]
-"""Wire dtype, former version and new version."""
+_Pair = tuple[WireDtype, int, int, bool]
+"""Wire dtype, former version, new version, and whether the changes have differences."""
 
 
 class VersionChanges:
     """Changes between versions of one shard. Used on the event loop.
 
     Those of ``_MAX_PAIRS`` pairs are kept, and at most three quarters of the size of the shard, until no client reads
-    them between two updates, or until other requests need the memory.
+    them between two updates, or until other requests need the memory. So is the newest encoding that was compared: most
+    readers have it when they ask for the changes to the next version.
 
     Args:
         layout: The shard's unit.
@@ -60,11 +61,20 @@ class VersionChanges:
         """Changes and their size, those that were read last at the end. None: the stream is sent instead."""
         self._unread = set[_Pair]()
         """Pairs that nobody has read since the last update began."""
+        self._newest: dict[WireDtype, VersionBytes] = {}
+        """The newest encoding that was compared. This object is one of its readers."""
         self._lock = asyncio.Lock()
         """Held while changes are computed, so that concurrent readers share them."""
 
     async def read(
-        self, wire_dtype: WireDtype, former: VersionBytes, source: VersionBytes, *, wait_s: float, what: str
+        self,
+        wire_dtype: WireDtype,
+        former: VersionBytes,
+        source: VersionBytes,
+        differences: bool = False,
+        *,
+        wait_s: float,
+        what: str,
     ) -> EncodedStream:
         """Returns the changes, or the whole stream if they are not smaller. The caller must ``release`` its source.
 
@@ -72,6 +82,7 @@ class VersionChanges:
             wire_dtype: The dtype in which float32 values travel.
             former: The version that the client has. The caller must be one of its readers.
             source: The version that the client wants. The caller must be one of its readers.
+            differences: Whether the client has the values of ``former``.
             wait_s: Seconds to wait for memory.
             what: Names the shard in errors.
 
@@ -79,7 +90,8 @@ class VersionChanges:
             CapacityError: No memory became free in time.
             VersionGoneError: A version was evicted during the call.
         """
-        pair = wire_dtype, former.version, source.version
+        differences = differences and wire_dtype in value_deltas.WIRE_DTYPES
+        pair = wire_dtype, former.version, source.version, differences
         async with self._lock:
             if is_kept := pair in self._kept:
                 self._unread.discard(pair)
@@ -90,7 +102,7 @@ class VersionChanges:
             self._trim()
         if found is None:
             return EncodedStream(*await self._stream(wire_dtype, source, wait_s, what))
-        return EncodedStream(*found, shard_pb2.StreamDeltas(sizes_bytes=[found[1]]))
+        return EncodedStream(*found, shard_pb2.StreamDeltas(sizes_bytes=[found[1]], has_differences=differences))
 
     def release(self, source: VersionBytes) -> None:
         """Ends one read of changes, or of a stream that was sent instead."""
@@ -100,6 +112,20 @@ class VersionChanges:
         """Discards the changes that nobody has read since the last update, because an update begins."""
         self._drop_unread()
         self._unread = set(self._kept)
+        if not self._kept:
+            self._drop_newest()
+
+    def _keep_newest(self, wire_dtype: WireDtype, stream: VersionBytes) -> None:
+        former = self._newest.get(wire_dtype)
+        if wire_dtype != AS_STORED and (former is None or former.version < stream.version):
+            stream.readers += 1
+            self._newest[wire_dtype] = stream
+            if former is not None:
+                self.release(former)
+
+    def _drop_newest(self) -> None:
+        while self._newest:
+            self.release(self._newest.popitem()[1])
 
     def _drop_unread(self) -> None:
         for pair in list(self._unread):
@@ -109,10 +135,12 @@ class VersionChanges:
         """Discards all changes. If they have readers, they become reader copies."""
         for pair in list(self._kept):
             self._drop(pair)
+        self._drop_newest()
 
     def _trim(self) -> None:
-        limit_bytes = 0 if self._memory.unreserved.has_waiters else largest_useful(self._stored_bytes)
-        while len(self._kept) > _MAX_PAIRS or self._kept_bytes > limit_bytes:
+        if self._memory.unreserved.has_waiters:
+            self.discard()
+        while len(self._kept) > _MAX_PAIRS or self._kept_bytes > largest_useful(self._stored_bytes):
             self._drop(next(iter(self._kept)))
 
     @property
@@ -131,6 +159,10 @@ class VersionChanges:
         if wire_dtype == AS_STORED:
             source.readers += 1
             return source, source.buffer.numel()
+        newest = self._newest.get(wire_dtype)
+        if newest is not None and newest.version == source.version and newest.revoked is None:
+            newest.readers += 1
+            return newest, newest.buffer.numel()
         encoded = await self._encoded.read(wire_dtype, source, wait_s=wait_s, what=what)
         return encoded.source, encoded.size_bytes
 
@@ -151,10 +183,11 @@ class VersionChanges:
             # An update moves the readers of the newest version before it changes a byte. See Note: [Moving versions].
             while not buffers or any(side.buffer is not each for side, each in zip(sides, buffers, strict=True)):
                 buffers = [side.buffer for side in sides]
-                pieces = await self._memory.in_thread(partial(_compute, spans, *buffers))
+                pieces = await self._memory.in_thread(partial(_compute, spans, pair[3], *buffers))
                 for side in sides:
                     side.check()
             stream_bytes = buffers[1].numel()
+            self._keep_newest(wire_dtype, sides[1])
         if pieces is None:
             self._kept[pair] = None
             return None
@@ -169,7 +202,7 @@ class VersionChanges:
         return found
 
 
-def _compute(spans: list[Span], before: torch.Tensor, after: torch.Tensor) -> list[bytes] | None:
+def _compute(spans: list[Span], differences: bool, before: torch.Tensor, after: torch.Tensor) -> list[bytes] | None:
     """Returns the changes in consecutive pieces. None: the stream is better. Called in a thread."""
     base, stream = (memory_at(each.data_ptr(), each.numel(), each) for each in (before, after))
-    return shard_changes.encode(spans, base, stream, largest_useful(len(stream)))
+    return shard_changes.encode(spans, base, stream, largest_useful(len(stream)), differences)
