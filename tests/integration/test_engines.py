@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -446,6 +447,34 @@ def test_command_refuses_an_address_that_other_hosts_cannot_reach(
     assert "name the coordinator's host" in capsys.readouterr().err
 
 
+END_LIMIT_S = 60.0
+"""Far below the deadline of the reads that are ended."""
+
+
+@pytest.mark.parametrize("end", ["drop", "close", "other"])
+def test_read_of_a_version_that_never_comes_is_ended(
+    cluster: shardwell.LocalCluster, training: Training, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    group, waiting, asks = ThreadGroup(1, monkeypatch), threading.Event(), pinned_version._open
+    group.local.rank = 0
+    monkeypatch.setattr(reader_module, "pinned_version", pinned_version.pinned_version)
+    monkeypatch.setattr(pinned_version, "_open", lambda *arguments: (waiting.set(), asks(*arguments))[1])
+    reader = GroupReader(lambda: shardwell.attach(cluster.address, training.run, timeout_s=600.0), group)  # type: ignore[arg-type]
+    reader.update(10**6, print, "started")
+    assert reader._pending is not None
+    pending = reader._pending[1]
+    assert waiting.wait(60) and not pending.done()
+    if end == "other":
+        loaded = list[str]()
+        reader.update(training.pause(), loaded.extend)
+        assert sorted(loaded) == ["enter.weight", "leave.bias", "norm.bias", "norm.weight"]
+    else:
+        getattr(reader, end)()
+    with pytest.raises(UsageError, match="the read of version 1000000 was dropped"):
+        pending.result(END_LIMIT_S)
+    reader.close()
+
+
 class ThreadGroup:
     """Threads that are a group of ``torch.distributed``. Each is as if on another host."""
 
@@ -454,6 +483,7 @@ class ThreadGroup:
         self.values: list[Any] = [None] * size
         monkeypatch.setattr(reader_module, "dist", self)
         monkeypatch.setattr(reader_module, "_can_map", lambda *_: False)
+        monkeypatch.setattr(reader_module, "pinned_version", lambda fake, *_, version, **__: fake.pin(version))
 
     def get_rank(self, _: object) -> int:
         return int(self.local.rank)
@@ -477,14 +507,23 @@ class FakeReader:
     run_id: str = "a"
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        self._coordinator, self._connections, self.run, self._timeout_s = self, None, "gpt", 60.0
+        self._report = SimpleNamespace()
+
     def newest(self) -> tuple[int, str]:
         return 5, f"{self.run_id}-{self.rollback_count}"
 
-    def _reading(self, version: int, use: Any) -> Any:
+    @contextmanager
+    def pin(self, version: int) -> Iterator[Any]:
+        """Stands for ``pinned_version``."""
         stored = SimpleNamespace(name="w", meta=torch.empty(2, dtype=self.dtype, device="meta"))
         pinned = SimpleNamespace(version=version, rollback_count=self.rollback_count, values=self.values)
         pinned.choose = lambda _: [(stored, None)]
-        return use(pinned)
+        yield pinned
+
+    def stats(self) -> dict[str, float]:
+        return {"received_bytes": 0.0}
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", torch.zeros(2, dtype=self.dtype)
@@ -531,6 +570,22 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_version_that_is_no_number_is_refused(alone: Any, version: Any) -> None:
     with pytest.raises(UsageError, match="expected an int"):
         alone(FakeReader()).update(version, print)
+
+
+def test_read_that_is_dropped_while_its_reader_attaches_is_ended(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    attached, group_reader, loaded = threading.Event(), alone(FakeReader()), list[str]()
+    attach = group_reader._attach
+    monkeypatch.setattr(group_reader, "_attach", lambda: (attached.wait(60), attach())[1])
+    group_reader.update(5, print, "started")
+    pending = group_reader._pending[1]
+    wait_until(pending.running, "the read")
+    group_reader.drop()
+    attached.set()
+    with pytest.raises(UsageError, match="the read of version 5 was dropped"):
+        pending.result(END_LIMIT_S)
+    reader = group_reader._reader
+    group_reader.update(6, loaded.extend)
+    assert loaded == ["w"] and group_reader._reader is reader  # the next read uses it
 
 
 def test_closed_group_reader_is_not_used(alone: Any) -> None:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Event
 from types import TracebackType
 from typing import IO, Self, TypeVar
 
@@ -348,6 +349,8 @@ class GroupReader:
         self._reader: Reader | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwell-read")
         self._pending: tuple[int, Future[tuple[int, Tensors | IO[bytes]]]] | None = None
+        self._dropped = Event()
+        """Ends the pending read."""
         self._read: tuple[int, Tensors] | None = None
         """A version that all processes have read."""
         self._is_closed = False
@@ -390,9 +393,10 @@ class GroupReader:
             self._together(lambda: load(tensors))
 
     def drop(self) -> None:
-        """Releases a version that was read and not loaded. A read that is not finished fails."""
+        """Releases a version that was read and not loaded. A read that is not finished fails, within a few seconds."""
         pending, self._pending, self._read = self._pending, None, None
         if pending and not pending[1].cancel() and not pending[1].done():
+            self._dropped.set()
             self._close_reader()  # the next read attaches
 
     def in_any(self, value: bool) -> bool:
@@ -402,10 +406,9 @@ class GroupReader:
     def close(self) -> None:
         """Closes the reader; a read that is not finished fails. Harmless to repeat."""
         self._is_closed = True
-        self._close_reader()
-        self._pool.shutdown(cancel_futures=True)
-        self._close_reader()  # if the thread has attached one
         self.drop()
+        self._pool.shutdown()
+        self._close_reader()  # also one that the thread has attached meanwhile
 
     def _close_reader(self) -> None:
         reader, self._reader = self._reader, None
@@ -416,20 +419,32 @@ class GroupReader:
         if self._pending and self._pending[0] != version:
             self.drop()
         if self._pending is None and self._is_source:
-            self._pending = version, self._pool.submit(self._fetch, version)
+            self._dropped = Event()
+            self._pending = version, self._pool.submit(self._fetch, version, self._dropped)
 
-    def _fetch(self, version: int) -> tuple[int, Tensors | IO[bytes]]:
+    def _fetch(self, version: int, dropped: Event) -> tuple[int, Tensors | IO[bytes]]:
         """Reads a version. Returns a hash of it and its history, and its tensors, or a file that others map."""
-        reader = self._reader = self._reader or self._attach()
+        if (reader := self._reader) is None:
+            reader = self._reader = self._attach()
 
-        def use(pinned: PinnedVersion) -> tuple[int, Tensors | IO[bytes]]:
-            history = f"{reader.run_id}-{pinned.rollback_count}"
-            if reader.newest()[1] != history:  # the values may be those before or after
-                raise UnavailableError("the run was rolled back or deleted when the version was pinned")
-            number = int.from_bytes(sha256(f"{history}-{pinned.version}".encode()).digest()[:7])
-            return number, dict(pinned.values()) if self._is_alone else self._share(pinned)
+        def read() -> tuple[int, Tensors | IO[bytes]]:
+            if dropped.is_set():  # also if there was no reader yet that `drop` could close
+                raise UsageError(f"the read of version {version} was dropped")
+            with pinned_version(  # not `Reader.pin`, which repeats the requests of a reader that was closed
+                reader._coordinator,
+                reader.run,
+                timeout_s=reader._timeout_s,
+                connections=reader._connections,
+                version=version,
+            ) as pinned:
+                history = f"{reader.run_id}-{pinned.rollback_count}"
+                if reader.newest()[1] != history:  # the values may be those before or after
+                    raise UnavailableError("the run was rolled back or deleted when the version was pinned")
+                number = int.from_bytes(sha256(f"{history}-{version}".encode()).digest()[:7])
+                return number, dict(pinned.values()) if self._is_alone else self._share(pinned)
 
-        found = reader._reading(version, use)
+        found = retry(read, limit_s=reader._timeout_s, sleep=dropped.wait)
+        reader._report.version, reader._report.received_bytes = version, int(reader.stats()["received_bytes"])
         with suppress(ShardwellError):
             reader.newest()  # so that `shardwell readers` shows the version
         return found
