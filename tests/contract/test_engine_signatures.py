@@ -7,11 +7,14 @@ import inspect
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 _TRANSFER = "vllm.distributed.weight_transfer"
 _MODELS = "vllm.model_executor.model_loader.reload"
+_LOADER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater.update_weights_from_tensor"
 NEEDED = {
     "transformers:AutoModelForCausalLM.from_config": "",
     "transformers:MODEL_FOR_CAUSAL_LM_MAPPING.__contains__": "",
@@ -53,6 +56,8 @@ NEEDED = {
     "sglang.srt.entrypoints.http_server:update_weights_from_disk": "obj",
     "sglang.srt.managers.io_struct:UpdateWeightFromDiskReqInput": "model_path weight_version",
     "sglang.srt.models.llama:LlamaForCausalLM.load_weights": "self weights",
+    "sglang.srt.arg_groups.fields.model:Model": "custom_weight_loader",
+    f"{_LOADER}": "named_tensors load_format",
 }
 """Names by module, and the arguments or fields that are used of each. docs/serving.md uses those of SGLang."""
 
@@ -63,8 +68,8 @@ def parameters(path: str) -> list[str]:
     return list(inspect.signature(found).parameters) if callable(found) else []
 
 
-def written_parameters(path: str) -> list[str]:
-    """Returns the names of the arguments of a function, or of the fields of a class, from the source of its module."""
+def written(path: str) -> ast.AST:
+    """Returns a function or a class from the source of its module, which is not imported."""
     module, _, names = path.partition(":")
     package = find_spec(module.partition(".")[0])
     assert package is not None and package.origin is not None
@@ -75,6 +80,12 @@ def written_parameters(path: str) -> list[str]:
         if name not in inside:
             raise AttributeError(f"{file} has no {name}")
         found = inside[name]
+    return found
+
+
+def written_parameters(path: str) -> list[str]:
+    """Returns the names of the arguments of a function, or of the fields of a class, from the source of its module."""
+    found = written(path)
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
         return [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
     return [
@@ -124,3 +135,32 @@ def test_planted_rename_in_vllm_is_named(renamed: str, monkeypatch: pytest.Monke
     assert moved(renamed, NEEDED[renamed]).startswith(
         f"{renamed} is gone (type object 'LLM' has no attribute '{name}')"
     )
+
+
+@pytest.mark.engines
+def test_sglang_calls_a_custom_loader_with_the_model_and_the_tensors() -> None:
+    function = written(_LOADER)
+    assert isinstance(function, ast.FunctionDef)
+    future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+    code = compile(ast.fix_missing_locations(ast.Module([future, function], [])), _LOADER, "exec")
+
+    def load(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise ValueError("planted")
+
+    calls, updater = list[object](), MagicMock(custom_weight_loaders=["package.load"])
+    names: dict[str, Any] = {
+        "_unsupported_derived_weight_cache_error": lambda model: None,
+        "monkey_patch_torch_reductions": lambda: None,
+        "torch": MagicMock(),
+        "get_parallel": MagicMock(),
+        "_unwrap_tensor": lambda tensor, tp_rank, device: tensor,
+        "dynamic_import": {"package.load": load}.__getitem__,
+    }
+    exec(code, names)
+    update, tensors = names["update_weights_from_tensor"], [("w", 1)]
+    assert update(updater, tensors, load_format="package.load") == (True, "Success")
+    assert calls == [(updater.get_model(), tensors)]
+    with pytest.raises(ValueError, match="planted"):  # which ends SGLang's scheduler
+        update(updater, tensors, load_format="package.load")

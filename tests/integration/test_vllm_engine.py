@@ -130,8 +130,8 @@ def llm(training: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     engine.shutdown_weight_transfer_engine()
 
 
-def attach(llm: Any, cluster: shardwell.LocalCluster, training: Training) -> None:
-    init_info = {"address": cluster.address, "run": training.run_name, "token_file": cluster.token_file}
+def attach(llm: Any, cluster: shardwell.LocalCluster, training: Training, **options: Any) -> None:
+    init_info = {"address": cluster.address, "run": training.run_name, "token_file": cluster.token_file, **options}
     llm.init_weight_transfer_engine({"init_info": init_info})
 
 
@@ -245,6 +245,17 @@ def test_shard_server_is_killed_during_a_transfer(training: Any, llm: Any, monke
                 except VersionGoneError:  # a server that was started again has versions from then on
                     assert llm.get_weight_version() == str(version) and answers(llm) == before
             load(llm, run, reader)
+
+
+def test_wrong_arguments_are_named(training: Any, llm: Any) -> None:
+    cluster, run = training
+    with pytest.raises(TypeError, match="unexpected keyword argument 'adress'"):
+        llm.init_weight_transfer_engine({"init_info": {"adress": cluster.address}})
+    llm.start_weight_update()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'name'"):
+        llm.update_weights({"update_info": {"version": 1, "name": "eval"}})
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        load(llm, run, reader)
 
 
 def test_version_is_read_while_the_engine_serves(training: Any, llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,13 +379,14 @@ def start(training: Any, tmp_path: Path) -> Iterator[Callable[[int], subprocess.
             print((tmp_path / "log").read_text()[-8000:])
 
 
+@pytest.mark.timeout(1800)  # two starts of vLLM, which take minutes on a busy machine
 def test_killed_server_joins_again_in_one_update(training: Any, start: Any) -> None:
     cluster, run = training
     process = start()
     follow = ["-m", "shardwell.engines.vllm_server", "--run", run.run_name, "--address", cluster.address, URL]
     follower = subprocess.Popen([sys.executable, *follow, "--token-file", cluster.token_file])
     try:
-        wait_until(lambda: served_version() > 0, "the first update", timeout_s=240)
+        wait_until(lambda: served_version() > 0, "the first update", timeout_s=900)
         for _ in range(4):
             newest, found = served()
             assert found == expected(run, newest)
@@ -382,7 +394,7 @@ def test_killed_server_joins_again_in_one_update(training: Any, start: Any) -> N
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         start()
-        wait_until(lambda: served_version() > newest, "an update of the server that was started again", timeout_s=240)
+        wait_until(lambda: served_version() > newest, "an update of the server that was started again", timeout_s=900)
         newest, found = served()
         assert found == expected(run, newest)
     finally:
@@ -421,6 +433,18 @@ def listed(address: str, token_file: str, run: str) -> list[coordinator_pb2.Read
     with closing(coordinator):
         answer = coordinator.call("ListReaders", coordinator_pb2.ListReadersRequest(run=run), timeout_s=60)
     return [each for each in answer.readers if each.name == "engine"]
+
+
+def test_engine_is_listed_and_can_hold_the_run(training: Any, llm: Any) -> None:
+    cluster, run = training
+    with shardwell.attach(cluster.address, run.run_name) as reader:
+        attach(llm, cluster, run, name="engine", hold_s=9.0)
+        version = load(llm, run, reader)
+        [engine] = listed(cluster.address, cluster.token_file, run.run_name)
+        assert (engine.version, engine.hold_s) == (version, 9.0)
+        attach(llm, cluster, run)
+        load(llm, run, reader)
+        assert not listed(cluster.address, cluster.token_file, run.run_name)
 
 
 @pytest.mark.timeout(1800)  # 17 updates

@@ -1,20 +1,16 @@
-"""vLLM's weight-transfer backend ``shardwell``: the workers of an engine read a version of a run from its servers.
-
-Nothing is sent by the trainers. vLLM imports this module when ``weight_transfer_config={"backend": "shardwell"}``.
-"""
+"""vLLM's weight-transfer backend, which vLLM imports for ``weight_transfer_config={"backend": "shardwell"}``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from vllm import LLM
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer import base
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from shardwell.engines import GroupReader, refuse_other_model
@@ -22,75 +18,45 @@ from shardwell.weights.reader import attach
 from shardwell_wire.errors import StepStateError
 
 
-@dataclass
-class InitInfo(base.WeightTransferInitInfo):
-    """Arguments of ``shardwell.attach``, without ``tls`` and ``hold_s``."""
-
-    address: str
-    run: str
-    token_file: str | None = None
-    timeout_s: float = 60.0
-    gather_dtype: str = "float32"
-    delta_cache_bytes: int = 0
-    name: str = ""
-
-
-@dataclass
-class UpdateInfo(base.WeightTransferUpdateInfo):
-    """The version that all workers load."""
-
-    version: int
-    until: str = "loaded"  # see GroupReader.update
-
-
-class ShardwellEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads versions of a run into the model of one worker. Created by vLLM.
+class ShardwellEngine(WeightTransferEngine[Any, Any]):
+    """Reads versions of a run from its servers into the model of one worker. Created by vLLM.
 
     After a worker raises, vLLM's executor leaves the remaining replies in their queues and reads them as replies to the
     next call. Therefore only the last worker of each executor raises.
     """
 
-    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    init_info_cls = update_info_cls = dict  # checked below: vLLM makes them in all workers
     supports_draft_weight_update = False
     _reader: GroupReader | None = None
-    _is_open = False
-    """Whether vLLM has started an update in this worker and not ended it."""
+    _is_open = False  # whether vLLM has started an update in this worker and not ended it
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-        return init_dict  # parsed in init_transfer_engine: vLLM calls this method in all workers
-
-    def init_transfer_engine(self, init_info: Any) -> None:
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Takes the arguments of ``shardwell.attach``."""
         with self._raising_once():
-            arguments = asdict(super().parse_init_info(init_info))
+            signature(attach).bind(**init_info)
             self.shutdown()
             check = partial(refuse_other_model, config=self.model_config.hf_config)
-            self._reader = GroupReader(partial(attach, **arguments), get_world_group().cpu_group, check)
+            self._reader = GroupReader(partial(attach, **init_info), get_world_group().cpu_group, check)
             if self._reader.in_any(self._is_open):  # vLLM would let all workers refuse the next update
                 raise StepStateError("an update is open, perhaps of a killed caller: call finish_weight_update")
 
     def start_weight_update(self) -> None:
         self._is_open = True
 
-    def update_weights(self, update_info: dict[str, int | str]) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:  # in the base class, it also waits for a device
+        self._is_open = not self._is_last  # vLLM ends the update in the worker that raises
         with self._raising_once():
-            try:
-                self.receive_weights(self.parse_update_info(update_info))  # the base class also waits for a device
-            except Exception:
-                self._is_open = not self._is_last  # vLLM ends the update in the worker that raises
-                raise
+            self.receive_weights(update_info)
+        self._is_open = True
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        """Takes the arguments ``version`` and ``until`` of ``GroupReader.update``."""
         if self._reader is None:
             raise StepStateError("the engine is not attached to a run: call init_weight_transfer_engine first")
-        self._reader.update(update_info.version, self._load, update_info.until)
+        self._reader.update(load=self._load, **update_info)
 
-    @contextmanager
-    def _raising_once(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            if self._is_last:
-                raise
+    def _raising_once(self) -> nullcontext[None] | suppress:
+        return nullcontext() if self._is_last else suppress(Exception)
 
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
         initialize_layerwise_reload(self.model)
@@ -115,17 +81,13 @@ class ShardwellEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._reader is not None:
             self._reader.close()
-        self._reader = None
 
 
 def update(llm: LLM, version: int) -> None:
-    """Loads a version into an engine of this process, and removes cached prefixes of the former version.
+    """Loads a version into an engine of this process, and removes cached prefixes. Answers then name the version.
 
-    Call ``llm.init_weight_transfer_engine`` before. Answers then name the version (``weight_versions``).
-
-    Raises:
-        Exception: As ``GroupReader.update``. The engine has its former version, unless vLLM has failed while it loaded
-            what was read. Then repeat the update before the next request.
+    Call ``llm.init_weight_transfer_engine`` before. Raises as ``GroupReader.update``. The engine keeps its former
+    version, unless vLLM has failed while it loaded what was read: then repeat the update before the next request.
     """
     llm.start_weight_update()
     try:
