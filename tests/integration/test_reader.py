@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import uuid
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import shardwell
 from shardwell.data_plane.shard import RemoteShard
 from shardwell.transport import server_connection
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights import pinned_version
 from shardwell.weights import pinned_version as pinned_module
 from shardwell.weights.pinned_version import PinnedVersion
@@ -27,6 +29,7 @@ from shardwell_wire.errors import (
     UsageError,
     VersionGoneError,
 )
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.background_training import BackgroundTraining
 
 TRANSPORTS = (("shm", "socket"), ("socket",), ("grpc",))
@@ -266,8 +269,11 @@ def test_errors_of_attach(cluster: shardwell.LocalCluster) -> None:
         shardwell.attach("localhost:1", run="gpt")
     with pytest.raises(UsageError, match="timeout_s"):
         shardwell.attach(cluster.address, run="gpt", timeout_s=0.0)
-    with shardwell.join(cluster.address, run="new"), pytest.raises(StepStateError, match="no units yet"):
-        shardwell.attach(cluster.address, run="new")
+    with shardwell.join(cluster.address, run="new"), closing(CoordinatorClient(cluster.address)) as coordinator:
+        with pytest.raises(StepStateError, match="no units yet"):
+            shardwell.attach(cluster.address, run="new", hold_s=60.0)
+        request = coordinator_pb2.ListReadersRequest(run="new")
+        assert not coordinator.call("ListReaders", request).readers, "it would hold a run with max_reader_lag"
 
 
 def test_a_reader_of_a_deleted_run_says_so(cluster: shardwell.LocalCluster) -> None:

@@ -243,7 +243,8 @@ class InspectionRpcs(CoordinatorRpcs):
     ) -> coordinator_pb2.DescribeWeightsResponse:
         run = self._state.require_run(request.run)
         wanted = request.version if request.HasField("version") else None
-        if request.HasField("reader"):
+        has_weights = bool(run.units) and not run.units.unpublished  # without, `attach` fails
+        if request.HasField("reader") and has_weights:
             run.readers.note(request.reader, self._state.clock(), wanted)
             if request.reader.hold_s:
                 run.changed.notify()
