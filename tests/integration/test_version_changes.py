@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardwell
+from shardwell.transport.socket_transport import SocketTransport
 from shardwell.weights import pinned_version
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.v1 import shard_pb2
 from tests.support.background_training import BackgroundTraining
 from tests.support.cluster import wait_in_sync
 
@@ -210,6 +213,79 @@ def test_changes_since_a_version_that_cannot_be_read(cluster: shardwell.LocalClu
                 with pytest.raises(VersionGoneError, match="the run was rolled back"):
                     pinned.patch(state, since)
         assert equal(state, read(reader, newest - 1))
+
+
+@pytest.mark.parametrize("keep_versions", [1, 2])
+def test_former_versions_are_pinned_if_the_run_may_drop_them(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch, keep_versions: int
+) -> None:
+    pinned_versions, real_open, real_changes = list[int](), pinned_version._open, pinned_version.UnitReader.changes
+
+    def counted(reader: pinned_version.UnitReader, *arguments: Any) -> Any:
+        pinned_versions.append(reader.version)
+        return real_open(reader, *arguments)
+
+    def lose(self: pinned_version.UnitReader, unit: Any, since: Any) -> Any:
+        if since.version not in pinned_versions:
+            raise VersionGoneError("the run has dropped it")
+        return real_changes(self, unit, since)
+
+    monkeypatch.setattr(pinned_version, "_open", counted)
+    training = Training(cluster.address, keep_versions=keep_versions)
+    with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
+        training.wait_for(keep_versions + 1)
+        newest = training.pause()
+        state, first = read(reader, newest - 1), read(reader, newest - keep_versions)
+        for since in {newest - keep_versions, newest - 1}:
+            pinned_versions.clear()
+            with reader.pin(newest) as pinned:
+                assert pinned.patch(dict(state if since == newest - 1 else first), since)
+            assert (since in pinned_versions) == (since == newest - keep_versions), "the next commit drops the oldest"
+        if keep_versions == 1:
+            return
+        state, pinned_versions[:] = read(reader, newest - 1), []
+        monkeypatch.setattr(pinned_version.UnitReader, "changes", lose)
+        before = {name: value.clone() for name, value in state.items()}
+        with reader.pin(newest) as pinned:
+            with pytest.raises(VersionGoneError, match="the run has dropped it"):
+                pinned.patch(state, newest - 1)
+            assert equal(state, before)
+            assert pinned.patch(state, newest - 1), "it is pinned from now on"
+        assert equal(state, read(reader, newest))
+
+
+def test_patch_from_a_server_that_sends_no_differences(
+    cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_version, "TRANSPORT_NAMES", ("socket",))
+    real = SocketTransport.fetch_stream
+    asked, is_old = list[bool](), False
+
+    def fetch_stream(self: SocketTransport, request: shard_pb2.GatherRequest, *arguments: Any, **options: Any) -> int:
+        asked.append(request.takes_differences)
+        if is_old:
+            request.ClearField("takes_differences")
+        return real(self, request, *arguments, **options)
+
+    monkeypatch.setattr(SocketTransport, "fetch_stream", fetch_stream)
+    training, received = Training(cluster.address, keep_versions=2), list[float]()
+    with (
+        training.in_background(),
+        shardwell.attach(cluster.address, training.run, gather_dtype="bfloat16") as reader,
+    ):
+        training.wait_for(3)
+        newest = training.pause()
+        for is_old_server in (True, False):
+            is_old = is_old_server
+            state = read(reader, newest - 1)
+            with reader.pin(newest) as pinned:
+                before = reader.stats()["received_bytes"]
+                asked.clear()
+                pinned.patch(state, newest - 1)
+                assert asked and all(asked)
+                received.append(reader.stats()["received_bytes"] - before)
+            assert equal(state, read(reader, newest))
+    assert received[1] < 0.9 * received[0]
 
 
 def test_a_reader_has_changes_since_what_it_keeps_for_deltas(

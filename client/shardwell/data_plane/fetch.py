@@ -236,10 +236,7 @@ class Fetches:
         self._threads.join(limit_s)
 
     def _fetch_shards(
-        self,
-        unit: RemoteUnit,
-        fetches: Sequence[Callable[[NearlyDone], int]],
-        alternative: Alternative | None = None,
+        self, unit: RemoteUnit, fetches: Sequence[Callable[[NearlyDone], int]], alternative: Alternative | None = None
     ) -> Future[int]:
         """Starts to fetch all shards of a unit, each by one of the fetches."""
         with uninterrupted:

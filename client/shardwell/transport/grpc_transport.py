@@ -177,12 +177,7 @@ class GrpcTransport(StreamTransport):
         self._reduce_scatter = client.byte_request_stub("ReduceScatter")
 
     def fetch_stream(
-        self,
-        request: shard_pb2.GatherRequest,
-        place: Place,
-        *,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
+        self, request: shard_pb2.GatherRequest, place: Place, *, timeout_s: float, nearly_done: NearlyDone = ignore
     ) -> int:
         """See ``StreamTransport``. Sets ``request.chunk_bytes``."""
         request.chunk_bytes = self._client.chunk_bytes

@@ -90,7 +90,7 @@ SHARED_TRANSPORTS: dict[str, Callable[[TransportSelector], SharedTransport]] = {
         timeout_s=server.open_timeout_s,
         retry_for_s=server.open_retry_s,
         relay=server.relay,
-    ),
+    )
 }
 STREAM_TRANSPORTS: dict[str, Callable[[TransportSelector], StreamTransport]] = {
     SocketTransport.name: lambda server: SocketTransport(
@@ -173,12 +173,7 @@ class ServerConnection(ReachedServer):
             if server_id:
                 self._check_id(server_id, timeout_s, retry_for_s=timeout_s if options.relay is None else 0.0)
             self.transports = TransportSelector(
-                self.client,
-                run,
-                names=options.transports,
-                check=check,
-                open_timeout_s=timeout_s,
-                relay=options.relay,
+                self.client, run, names=options.transports, check=check, open_timeout_s=timeout_s, relay=options.relay
             )
             try:
                 self.bytes_per_s = self.resending.run(

@@ -35,13 +35,7 @@ from shardwell_wire.connection.socket_frames import (
     set_options,
 )
 from shardwell_wire.encoding.chunk_streams import Buffer
-from shardwell_wire.errors import (
-    AccessError,
-    DeadlineError,
-    ShardwellError,
-    UnavailableError,
-    from_status_details,
-)
+from shardwell_wire.errors import AccessError, DeadlineError, ShardwellError, UnavailableError, from_status_details
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import common_pb2, shard_pb2
 
@@ -346,12 +340,7 @@ class SocketTransport(StreamTransport):
             raise
 
     def fetch_stream(
-        self,
-        request: shard_pb2.GatherRequest,
-        place: Place,
-        *,
-        timeout_s: float,
-        nearly_done: NearlyDone = ignore,
+        self, request: shard_pb2.GatherRequest, place: Place, *, timeout_s: float, nearly_done: NearlyDone = ignore
     ) -> int:
         with self._request(f"Gather of unit {request.unit!r}", timeout_s) as connection:
             connection.send([encode_request(Kind.GATHER, request, timeout_s)])

@@ -19,12 +19,7 @@ from shardwell.weights.dcp import DcpReader, EntryPath, write_dcp
 from shardwell.weights.weight_files import listed, memory_of
 from shardwell_wire.checkpoints.folder import RunFolder
 from shardwell_wire.checkpoints.format import VALUES, CheckpointFileWriter, FilePlan, FileRecord, Part, Piece, PieceKind
-from shardwell_wire.checkpoints.manifest import (
-    RESIDUAL_RANKS,
-    Manifest,
-    message_from_dict,
-    message_to_dict,
-)
+from shardwell_wire.checkpoints.manifest import RESIDUAL_RANKS, Manifest, message_from_dict, message_to_dict
 from shardwell_wire.checkpoints.storage import open_storage
 from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Parameter
@@ -95,10 +90,7 @@ def hyperparameters(algorithm: str, group: Mapping[str, Any]) -> dict[str, float
 
 
 def torch_group(
-    algorithm: str,
-    numbers: Mapping[str, float],
-    *,
-    optimizer: type[torch.optim.Optimizer] | None = None,
+    algorithm: str, numbers: Mapping[str, float], *, optimizer: type[torch.optim.Optimizer] | None = None
 ) -> dict[str, Any]:
     """Returns a parameter group with all settings of torch's optimizer, without ``params``.
 

@@ -491,12 +491,7 @@ def describe_weights(
     while True:
         left_s = max(0.0, give_up - time.monotonic())
         request = coordinator_pb2.DescribeWeightsRequest(
-            run=run,
-            version=version,
-            published_name=name,
-            wait_s=left_s,
-            reader=reader,
-            without_units=without_units,
+            run=run, version=version, published_name=name, wait_s=left_s, reader=reader, without_units=without_units
         )
         try:
             answer: coordinator_pb2.DescribeWeightsResponse = coordinator.call(

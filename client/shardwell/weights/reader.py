@@ -270,12 +270,7 @@ class Reader:
         return self._followed.get(model, (-1, -1, None))[1]
 
     def _follow(
-        self,
-        model: nn.Module,
-        rename: Rename,
-        cast: bool,
-        names: Names | None,
-        writing: AbstractContextManager[object],
+        self, model: nn.Module, rename: Rename, cast: bool, names: Names | None, writing: AbstractContextManager[object]
     ) -> int:
         with self.pin() as pinned:
             chosen = pinned.choose(names)
@@ -594,13 +589,7 @@ def _only_run(coordinator: CoordinatorClient, timeout_s: float) -> str:
 
 
 def _targets(
-    model: nn.Module,
-    pinned: PinnedVersion,
-    chosen: Sequence[Chosen],
-    rename: Rename,
-    *,
-    cast: bool,
-    is_part: bool,
+    model: nn.Module, pinned: PinnedVersion, chosen: Sequence[Chosen], rename: Rename, *, cast: bool, is_part: bool
 ) -> list[tuple[StoredParameter, torch.Tensor]]:
     """Pairs chosen tensors of the run with those of a model that have their names; see ``Reader.follow``.
 

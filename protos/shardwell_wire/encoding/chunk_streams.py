@@ -97,11 +97,7 @@ class StreamEncoder:
 
 
 def encode_stream(
-    first: Message,
-    pieces: Iterable[Buffer],
-    *,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    total_bytes: int | None = None,
+    first: Message, pieces: Iterable[Buffer], *, chunk_bytes: int = DEFAULT_CHUNK_BYTES, total_bytes: int | None = None
 ) -> Iterator[bytes]:
     """Serializes a stream of bytes as messages.
 

@@ -1,6 +1,6 @@
 """What has changed between two versions of a shard: the changed elements of each parameter, and checksums.
 
-Changes are those of the shard's stream (``value_deltas.encode_changes``), then the XXH3-64 of each segment in the new
+Changes are those of the shard's stream (``value_deltas.encode``), then the XXH3-64 of each segment in the new
 stream, with 8 bytes each. docs/wire-format.md specifies the format.
 """
 
@@ -81,7 +81,7 @@ def encode(
         return None
     item_words = max(1, *(span.dtype.itemsize // value_deltas.ITEM_BYTES for span in spans))
     checksums = checksums_of(spans, stream).tobytes()
-    pieces = value_deltas.encode_changes(base, stream, limit_bytes - len(checksums), 0 if differences else item_words)
+    pieces = value_deltas.encode(base, stream, limit_bytes - len(checksums), 0 if differences else item_words)
     return None if pieces is None else [*pieces, checksums]
 
 

@@ -7,8 +7,8 @@ numbers, so that a difference fits one byte. docs/wire-format.md specifies the f
 
 A delta is encoded and applied in groups of blocks that fit a core's cache, each with a few numpy passes.
 
-``encode_changes`` is for clients that do not have the former stream. Changes are a delta with new values in place of
-differences, so each changed value takes one byte more. ``decode_changes`` lists what either of them changes.
+Changes are a delta with new values in place of differences, for clients that do not have the former values. Each
+changed value takes one byte more. ``decode_changes`` lists what changes, or a delta, change.
 """
 
 from __future__ import annotations
@@ -51,31 +51,30 @@ _Places = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
 
 
-def encode(base: Buffer, stream: Buffer, limit_bytes: int) -> list[bytes] | None:
-    """Returns the delta from one stream to another one, in consecutive pieces.
+def encode(base: Buffer, stream: Buffer, limit_bytes: int, item_words: int = 0) -> list[bytes] | None:
+    """Returns the delta, or the changes, from one stream to another one, in consecutive pieces.
 
     Args:
         base: The former stream.
         stream: The new stream, of the same, even size.
         limit_bytes: Largest useful size of a delta.
+        item_words: For changes: 16-bit values per item. If an item changes, the changes have all its values. A power of
+            two, at most 8. Items are aligned. 0: returns a delta.
 
     Returns:
         None if the delta has more than ``limit_bytes``.
     """
-    return _encode(base, stream, limit_bytes, 0)
-
-
-def encode_changes(base: Buffer, stream: Buffer, limit_bytes: int, item_words: int) -> list[bytes] | None:
-    """Returns the changes from one stream to another one, in consecutive pieces. As ``encode``.
-
-    Args:
-        base: The former stream.
-        stream: The new stream.
-        limit_bytes: Largest useful size of the changes.
-        item_words: 16-bit values per item. If an item changes, the changes have all its values. A power of two, at
-            most 8. Items are aligned. 0: returns a delta.
-    """
-    return _encode(base, stream, limit_bytes, item_words)
+    before, after = _words(base), _words(stream)
+    assert len(before) == len(after)
+    pieces: list[bytes] = []
+    for start in range(0, len(after), _GROUP_NUMEL):
+        part = slice(start, start + _GROUP_NUMEL)
+        for piece in _encode_group(_whole_blocks(before[part]), _whole_blocks(after[part]), item_words):
+            pieces.append(piece)
+            limit_bytes -= len(piece)
+        if limit_bytes < 0:
+            return None
+    return pieces
 
 
 def decode_changes(changes: Buffer, numel: int, what: str, is_delta: bool = False) -> tuple[_Places, _Words, _Flags]:
@@ -109,20 +108,6 @@ def decode_changes(changes: Buffer, numel: int, what: str, is_delta: bool = Fals
     data.require_end()
     places, words, is_new = (np.concatenate(each) for each in zip(*found, strict=True))
     return places, words, is_new
-
-
-def _encode(base: Buffer, stream: Buffer, limit_bytes: int, item_words: int) -> list[bytes] | None:
-    before, after = _words(base), _words(stream)
-    assert len(before) == len(after)
-    pieces: list[bytes] = []
-    for start in range(0, len(after), _GROUP_NUMEL):
-        part = slice(start, start + _GROUP_NUMEL)
-        for piece in _encode_group(_whole_blocks(before[part]), _whole_blocks(after[part]), item_words):
-            pieces.append(piece)
-            limit_bytes -= len(piece)
-        if limit_bytes < 0:
-            return None
-    return pieces
 
 
 def apply_all(deltas: shard_pb2.StreamDeltas, received: memoryview, stream: memoryview, what: str) -> None:
@@ -191,7 +176,7 @@ def _encode_group(before: _Words, after: _Words, item_words: int) -> Iterator[by
     Args:
         before: The former values.
         after: The new values.
-        item_words: See ``encode_changes``. 0: encodes a delta.
+        item_words: See ``encode``.
     """
     changed = before != after
     if item_words > 1:

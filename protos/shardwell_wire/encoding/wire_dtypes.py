@@ -220,10 +220,6 @@ def uniform_blocks(segment: Segment, kind: WireDtype) -> Iterator[tuple[int, int
         window = _WINDOW_BYTES[kind]
         head = min(stop, -(-start // window) * window)
         tail = max(head, stop // window * window)
-        for low, high, block_bytes in (
-            (start, head, head - start),
-            (head, tail, window),
-            (tail, stop, stop - tail),
-        ):
+        for low, high, block_bytes in ((start, head, head - start), (head, tail, window), (tail, stop, stop - tail)):
             if low < high:
                 yield low, high, block_bytes

@@ -91,7 +91,7 @@ def test_malformed_changes_are_rejected() -> None:
     rejects(valid + b"\0", "bytes more")
     for entry in (33, 35, 255):
         rejects(bytes([entry]) + valid[1:], "table entry")
-    half = value_deltas.encode_changes(base, stream[:402] + base[402:], 1 << 20, 1)
+    half = value_deltas.encode(base, stream[:402] + base[402:], 1 << 20, 1)
     rejects(b"".join(half or []) + valid[-8:], "a part of an element of 4 bytes")
     beyond = b"\0" * 4 + bytes([34]) + b"\1" * 512
     rejects(beyond + valid[-8:], "after the end of the stream")

@@ -182,10 +182,7 @@ async def _reading_changes(
 
 @contextmanager
 def _reading_stream(
-    shard: UnitShard,
-    stream: EncodedStream,
-    header: shard_pb2.GatherHeader,
-    release: Callable[[VersionBytes], None],
+    shard: UnitShard, stream: EncodedStream, header: shard_pb2.GatherHeader, release: Callable[[VersionBytes], None]
 ) -> Iterator[Reading]:
     """Yields a kept stream of encoded values or changes, and releases it."""
     if stream.deltas is not None:

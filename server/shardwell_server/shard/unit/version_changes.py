@@ -115,14 +115,6 @@ class VersionChanges:
         if not self._kept:
             self._drop_newest()
 
-    def _keep_newest(self, wire_dtype: WireDtype, stream: VersionBytes) -> None:
-        former = self._newest.get(wire_dtype)
-        if wire_dtype != AS_STORED and (former is None or former.version < stream.version):
-            stream.readers += 1
-            self._newest[wire_dtype] = stream
-            if former is not None:
-                self.release(former)
-
     def _drop_newest(self) -> None:
         while self._newest:
             self.release(self._newest.popitem()[1])
@@ -187,7 +179,11 @@ class VersionChanges:
                 for side in sides:
                     side.check()
             stream_bytes = buffers[1].numel()
-            self._keep_newest(wire_dtype, sides[1])
+            newest = self._newest.get(wire_dtype)
+            if wire_dtype != AS_STORED and (newest is None or newest.version < source.version):
+                self._newest[wire_dtype], sides[1].readers = sides[1], sides[1].readers + 1
+                if newest is not None:
+                    self.release(newest)
         if pieces is None:
             self._kept[pair] = None
             return None
