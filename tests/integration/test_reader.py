@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.background_training import BackgroundTraining
+from tests.support.cluster import wait_until
 
 TRANSPORTS = (("shm", "socket"), ("socket",), ("grpc",))
 
@@ -274,6 +276,16 @@ def test_errors_of_attach(cluster: shardwell.LocalCluster) -> None:
             shardwell.attach(cluster.address, run="new", hold_s=60.0)
         request = coordinator_pb2.ListReadersRequest(run="new")
         assert not coordinator.call("ListReaders", request).readers, "it would hold a run with max_reader_lag"
+
+
+def test_a_pin_that_waits_ends_when_another_thread_closes_its_reader(cluster: shardwell.LocalCluster) -> None:
+    training = Training(cluster.address)
+    with training.in_background(), ThreadPoolExecutor(1) as threads:
+        reader = shardwell.attach(cluster.address, training.run, timeout_s=3600.0)
+        with reader:
+            pinning = threads.submit(lambda: reader.pin(1_000_000).__enter__())
+            wait_until(lambda: bool(reader._connections._servers), "requests to the servers")
+        assert isinstance(pinning.exception(60.0), UnavailableError)
 
 
 def test_a_reader_of_a_deleted_run_says_so(cluster: shardwell.LocalCluster) -> None:

@@ -274,7 +274,9 @@ class PinnedVersion:
         with ExitStack() as stack:
             try:
                 former = retry(lambda: describe(without_units=True), limit_s=reader.timeout_s)
-                if connections.pins_former or not _stays(former, self.version):
+                # `patch` checks the result. Without a pin, `changes` might be those since a version of the same number
+                # that was committed after a rollback.
+                if connections.pins_former or not has_values or not _stays(former, self.version):
                     pinned = stack.enter_context(pin(connections=connections, version=since))
                     former.version, former.rollback_count = pinned.version, pinned.rollback_count
             except VersionGoneError:
@@ -390,7 +392,11 @@ def pinned_version(
         with ExitStack() as stack:
             return _pin(coordinator, run, version, timeout_s, timeout_s, stack, connections), stack.pop_all()
 
-    pinned, stack = retry(pin, limit_s=limit_s)
+    def check(error: Exception) -> None:
+        if connections is not None and connections.is_closed:  # by another thread
+            raise error
+
+    pinned, stack = retry(pin, limit_s=limit_s, check=check)
     with stack:
         yield pinned
 
@@ -525,8 +531,8 @@ class RunConnections:
         # A reader learns of a rollback at any time, and then reads other values of the same version.
         self._deltas = DeltaCache(delta_cache_bytes, reads_again=False)
         self._policy = ResendPolicy()
-        self._closed_bytes, self._is_closed = 0, False
-        """Bytes that closed connections have received."""
+        self._closed_bytes, self.is_closed = 0, False
+        """Bytes that closed connections have received; whether ``close`` was called."""
         self._lock = threading.Lock()
         self.pins_former = False
         """Whether the run has dropped a former version while changes since it were read, so that it must be pinned."""
@@ -564,8 +570,8 @@ class RunConnections:
             shard.server_id,
         )
         with self._lock:
-            used = opened if self._is_closed else self._servers.setdefault(key, opened)
-        if used is not opened or self._is_closed:
+            used = opened if self.is_closed else self._servers.setdefault(key, opened)
+        if used is not opened or self.is_closed:
             opened.close()
         return used
 
@@ -673,7 +679,7 @@ class RunConnections:
 
     def close(self) -> None:
         """Closes all connections. Reads in flight and later ones fail."""
-        self._is_closed = True
+        self.is_closed = True
         for key in list(self._servers):
             self._forget(key)
 
