@@ -118,6 +118,7 @@ class Script:
 
 
 def main() -> None:
+    gc.unfreeze()  # the fork server has frozen its objects, and `train` checks that `join` does
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--run", required=True)
