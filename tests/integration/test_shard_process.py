@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import signal
 import socket
@@ -35,32 +34,13 @@ from shardwell_wire.errors import (
 )
 from shardwell_wire.model.names import RunIdentity
 from shardwell_wire.v1 import coordinator_pb2
-from tests.support.left_folders import discard, owners_of
+from tests.support.forked_servers import ForkedCommand
 from tests.support.ports import reserved_ports
+from tests.support.server_processes import ENVIRONMENT, ready_address, server_process
 from tests.support.shard_server import layout_of, shared_loop
 
-ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
 NOBODY = "127.0.0.1:1"
 """An address without a coordinator."""
-
-
-@contextmanager
-def server_process(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwell_server", *arguments],
-        env={**ENVIRONMENT, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-        discard(owners_of(arguments))
 
 
 def test_server_waits_for_its_coordinator_and_stops_cleanly() -> None:
@@ -68,8 +48,6 @@ def test_server_waits_for_its_coordinator_and_stops_cleanly() -> None:
         reserved_ports() as port,
         server_process("shard", "--coordinator", f"127.0.0.1:{port}", "--id", "early") as shard,
     ):
-        assert shard.stderr is not None
-        assert shard.stdout is not None
         assert any("cannot register with the coordinator" in line for line in shard.stderr)
         with server_process("coordinator", "--listen", f"127.0.0.1:{port}"):
             ready = json.loads(shard.stdout.readline())
@@ -82,8 +60,6 @@ def test_server_waits_for_its_coordinator_and_stops_cleanly() -> None:
 @pytest.mark.parametrize("how", ["SIGTERM", "standard input closed"])
 def test_server_without_coordinator_can_be_stopped(how: str) -> None:
     with server_process("shard", "--coordinator", NOBODY, "--exit-with-parent") as shard:
-        assert shard.stderr is not None
-        assert shard.stdin is not None
         assert any("cannot register with the coordinator" in line for line in shard.stderr)
         if how == "SIGTERM":
             shard.send_signal(signal.SIGTERM)
@@ -95,19 +71,13 @@ def test_server_without_coordinator_can_be_stopped(how: str) -> None:
 
 
 @contextmanager
-def cluster_with_twin(*options: str) -> Iterator[tuple[tuple[str, ...], subprocess.Popen[str]]]:
+def cluster_with_twin(*options: str) -> Iterator[tuple[tuple[str, ...], ForkedCommand]]:
     """Starts a coordinator and a shard server; yields the arguments of the shard server and its process."""
     with server_process("coordinator", "--listen", "127.0.0.1:0", *options) as coordinator:
         arguments = ("shard", "--coordinator", ready_address(coordinator), "--id", "twin")
         with server_process(*arguments) as shard:
             ready_address(shard)
             yield arguments, shard
-
-
-def ready_address(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    address: str = json.loads(process.stdout.readline())["address"]
-    return address
 
 
 def test_second_server_with_an_id_fails_unless_the_first_crashed() -> None:
@@ -157,10 +127,21 @@ def test_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(before, most - 1), most))
     try:
-        with reserved_ports() as nobodys, server_process("shard", "--coordinator", f"127.0.0.1:{nobodys}") as shard:
-            assert shard.stderr is not None
-            assert any("cannot register with the coordinator" in line for line in shard.stderr)
-            assert resource.prlimit(shard.pid, resource.RLIMIT_NOFILE) == (most, most)
+        with (
+            reserved_ports() as nobodys,
+            subprocess.Popen(
+                [sys.executable, "-m", "shardwell_server", "shard", "--coordinator", f"127.0.0.1:{nobodys}"],
+                env=ENVIRONMENT,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as shard,  # a new interpreter, which has the limits of this process
+        ):
+            try:
+                assert shard.stderr is not None
+                assert any("cannot register with the coordinator" in line for line in shard.stderr)
+                assert resource.prlimit(shard.pid, resource.RLIMIT_NOFILE) == (most, most)
+            finally:
+                shard.kill()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
