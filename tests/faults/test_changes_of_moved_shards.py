@@ -187,7 +187,7 @@ def published(cluster: shardwell.LocalCluster, **options: Any) -> Iterator[tuple
         pytest.param(drain_and_rebalance, 1, marks=pytest.mark.long),
         pytest.param(stop, 0, marks=pytest.mark.long),
         pytest.param(stop, 1, marks=pytest.mark.long),
-        (promote, 1),
+        pytest.param(promote, 1, marks=pytest.mark.long),
         pytest.param(restart, 0, marks=pytest.mark.long),
         pytest.param(restart, 1, marks=pytest.mark.long),
     ],

@@ -14,6 +14,7 @@ from tests.support.long_run import LongRun, terminate
 from tests.support.server_processes import added_server
 
 
+@pytest.mark.long
 def test_one_four_two_and_three_trainers_get_the_bits_of_four(tmp_path: Path) -> None:
     with (
         shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=60.0) as cluster,

@@ -70,7 +70,7 @@ def require_close(found: dict[str, torch.Tensor], dp: int, **options: Any) -> No
         (shardwell.World(cp=2), {"checkpointed": True}),
         (shardwell.World(cp=2), {"load_balance": False, "on_trainers": True}),
         (shardwell.World(dp=2, cp=2), {}),
-        (shardwell.World(cp=4), {}),
+        pytest.param(shardwell.World(cp=4), {}, marks=pytest.mark.long),
         (shardwell.World(cp=4), {"load_balance": False}),
         (shardwell.World(dp=2), {}),
     ],
@@ -118,9 +118,9 @@ def divided(rank: int, address: str, run: str, world: shardwell.World, options: 
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (shardwell.World(cp=2, tp=2), {"fused_by_head": True}),
+        pytest.param(shardwell.World(cp=2, tp=2), {"fused_by_head": True}, marks=pytest.mark.long),
         (shardwell.World(cp=2, tp=2), {"fused_by_head": True, "sequence_parallel": True}),
-        (shardwell.World(cp=2, pp=2), {}),
+        pytest.param(shardwell.World(cp=2, pp=2), {}, marks=pytest.mark.long),
         (shardwell.World(cp=2, pp=2), {"tied": True}),
     ],
     ids=str,
@@ -157,7 +157,11 @@ def saved(
     gloo.leave()
 
 
-@pytest.mark.parametrize("on_trainers", [False, True], ids=["optimizer on servers", "optimizer on trainers"])
+@pytest.mark.parametrize(
+    "on_trainers",
+    [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["optimizer on servers", "optimizer on trainers"],
+)
 def test_run_continues_with_another_number_of_context_ranks(
     cluster: shardwell.LocalCluster, tmp_path: Path, on_trainers: bool
 ) -> None:

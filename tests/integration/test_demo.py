@@ -26,6 +26,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_demo_prints_loss_samples_and_costs(text: Path, tmp_path: Path) -> None:
     options = ["--text", str(text), "--num-steps", "30", "--output", str(tmp_path / "out"), *SMALL]
     done = subprocess.run(

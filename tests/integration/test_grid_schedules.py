@@ -146,7 +146,7 @@ def compare_weights(session: shardwell.Session, expected: nn.Module, *, exact: b
         pytest.param((2, 2, 1), "GPipe", marks=pytest.mark.long),
         ((1, 2, 2), "Interleaved1F1B"),
         ((1, 1, 2), "ZBVZeroBubble"),
-        ((2, 2, 2), "1F1B"),
+        pytest.param((2, 2, 2), "1F1B", marks=pytest.mark.long),
     ],
     ids=str,
 )

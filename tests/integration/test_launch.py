@@ -340,6 +340,7 @@ def test_restarted_trainer_rejoins_the_run(cluster: shardwell.LocalCluster, run_
         assert process.wait(30) == 0
 
 
+@pytest.mark.long
 def test_relay_serves_the_trainers_of_a_launch(
     cluster: shardwell.LocalCluster, run_name: str, script: Path, tmp_path: Path
 ) -> None:

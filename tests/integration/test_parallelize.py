@@ -131,7 +131,7 @@ def worker(
     [
         ((1, 1, 1), "1F1B", {}),
         ((2, 1, 2), "ZBVZeroBubble", {}),
-        ((1, 2, 2), "1F1B", {"sequence_parallel": True}),
+        pytest.param((1, 2, 2), "1F1B", {"sequence_parallel": True}, marks=pytest.mark.long),
         ((1, 2, 2), "Interleaved1F1B", {"sequence_parallel": True, "vocabulary": False}),
     ],
     ids=str,
@@ -222,7 +222,9 @@ def half_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return loss_of(logits, targets) / 2
 
 
-@pytest.mark.parametrize(("sizes", "tied"), [((2, 1, 2), True), ((1, 2, 2), False)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "tied"), [((2, 1, 2), True), pytest.param((1, 2, 2), False, marks=pytest.mark.long)], ids=str
+)
 def test_calls_without_a_push_between_them_give_the_same_bits(
     cluster: shardwell.LocalCluster, sizes: tuple[int, int, int], tied: bool
 ) -> None:
