@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 PIP_OPTIONS ?=
 DEMO_OPTIONS ?=
 TEST_PROCESSES ?= 3
+LONG_TEST_PROCESSES ?= 2
 GPU_PYTHON ?= python3
 
 VENV := .venv
@@ -31,6 +32,8 @@ MEASURE := OMP_NUM_THREADS=1 $(BIN)/python -m
 GENERATE := -m grpc_tools.protoc -I. --python_out=$$out --grpc_python_out=$$out --mypy_out=quiet:$$out shardwell_wire/v1/*.proto
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Without compiled modules, every process that a test starts compiles the package again: a second of CPU time each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install docs demo demo-grid larger-than-trainer test test-long lint lint-protos format protos check-protos test-protobuf test-package bench bench-full bench-grid bench-network bench-growth check-families gpu-check compose-test lock audit chaos simulate fuzz clean prometheus-test helm-test slurm-test etcd-test ray-test dashboard-test trackers-test test-engines
@@ -61,7 +64,7 @@ test: install  ## Run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-long: install  ## Run the tests that take whole examples, benchmarks and model families (9 minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m long --numprocesses $(LONG_TEST_PROCESSES) --dist loadfile
 
 lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff format --check .
