@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,43 +21,34 @@ from shardwell_server.shard.process.process_group import ProcessGroup, command_l
 from shardwell_wire.connection.channel import open_channel
 from shardwell_wire.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.cluster import descendants, wait_gone, wait_until
+from tests.support.forked_servers import ForkedCommand
 from tests.support.ports import reserved_ports
+from tests.support.server_processes import server_process
 
-ENVIRONMENT = {**{k: v for k, v in os.environ.items() if not k.startswith("SHARDWELL_")}, "OMP_NUM_THREADS": "1"}
 NOBODY = "127.0.0.1:1"
 """An address without a coordinator: servers retry and are not ready."""
 
 
 @contextmanager
-def server(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardwell_server", *arguments],
-        env={**ENVIRONMENT, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def server(*arguments: str, **environment: str) -> Iterator[ForkedCommand]:
+    """Runs ``shardwell-server``, which is forked, with members that are not."""
     children: list[psutil.Process] = []
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            children = descendants(process.pid)
-            process.kill()
-        process.communicate()
-        wait_gone(children)
+    with server_process(*arguments, **environment) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                children = descendants(process.pid)
+    wait_gone(children)
 
 
-def ready_addresses(process: subprocess.Popen[str], count: int) -> list[str]:
-    assert process.stdout is not None
+def ready_addresses(process: ForkedCommand, count: int) -> list[str]:
     lines = [json.loads(process.stdout.readline()) for _ in range(count)]
     return [line["address"] for line in lines]
 
 
-def wait_started(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+def wait_started(process: ForkedCommand, count: int) -> list[psutil.Process]:
     """Returns the children after each has failed to reach the coordinator."""
-    assert process.stderr is not None
     for _ in range(count):
         assert any("cannot register with the coordinator" in line for line in process.stderr)
     children = descendants(process.pid)
@@ -66,7 +56,7 @@ def wait_started(process: subprocess.Popen[str], count: int) -> list[psutil.Proc
     return children
 
 
-def require_clean_end(process: subprocess.Popen[str]) -> None:
+def require_clean_end(process: ForkedCommand) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
@@ -107,7 +97,6 @@ def test_group_stops_cleanly_on_signal(how: str) -> None:
     with server("shard", "--coordinator", NOBODY, "--processes", "2", "--exit-with-parent") as group:
         children = wait_started(group, 2)
         if how == "standard input closed":
-            assert group.stdin is not None
             group.stdin.close()
             group.stdin = None
         else:
@@ -162,7 +151,6 @@ def test_cleanly_stopped_member_leaves_the_others_running() -> None:
     with server("shard", "--coordinator", NOBODY, "--processes", "2", "--id", "host") as group:
         first, second = wait_started(group, 2)
         first.terminate()
-        assert group.stderr is not None
         assert any(f"(process {first.pid}) stopped" in line for line in group.stderr)
         assert second.is_running()
         second.terminate()
