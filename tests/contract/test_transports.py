@@ -574,7 +574,7 @@ def test_a_late_version_does_not_delay_the_others_of_a_batch(server: ShardServer
 
     fetching = in_background(partial(fetch_together, connection, fetches, note))
     with condition:
-        assert condition.wait_for(lambda: len(arrived) == 4, 5.0)
+        assert condition.wait_for(lambda: len(arrived) == 4, 60.0)
     assert arrived == {1: 1, 2: 1, 3: 1, 4: 1}
     train(late, 1)
     next(fetching)

@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_join(
     with pytest.raises(error, match=problem):
         join(cluster.address, run_name, folder.replace("file", str(tmp_path / "file")), checkpoint_every=1)
     with closing(CoordinatorClient(cluster.address)) as client:
-        runs = client.call("ListRuns", coordinator_pb2.ListRunsRequest(), timeout_s=10.0).runs
+        runs = client.call("ListRuns", coordinator_pb2.ListRunsRequest(), timeout_s=60.0).runs
     assert run_name not in {run.run for run in runs}
 
 

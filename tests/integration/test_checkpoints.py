@@ -90,7 +90,7 @@ def events_of(address: str, run: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     with closing(CoordinatorClient(address)) as client:
         request = coordinator_pb2.WatchEventsRequest(run=run, duration_s=0.1)
-        for event in client.stream("WatchEvents", request, timeout_s=10.0):
+        for event in client.stream("WatchEvents", request, timeout_s=60.0):
             found.setdefault(event.kind, []).append(event.message)
     return found
 

@@ -257,7 +257,7 @@ def test_cluster_without_key_needs_no_token_and_the_server_stops_cleanly() -> No
             output, errors = second.communicate(timeout=60)
         assert (second.returncode, output) == (1, "")
         assert f"cannot serve the dashboard on {address}: Address already in use; choose another address" in errors
-        with closing(HTTPConnection(address, timeout=10)) as idle:
+        with closing(HTTPConnection(address, timeout=60)) as idle:
             idle.request("GET", "/")
             idle.getresponse().read()
             process.send_signal(signal.SIGTERM)

@@ -93,7 +93,7 @@ def check_peek(cluster: shardwell.LocalCluster, run: str, expected: dict[str, to
     name = "blocks.0.down.weight"
     request = shard_pb2.PeekRequest(run=run, parameter=name, count=1)
     with closing(CoordinatorClient(cluster.address, find_credentials(cluster.address, None))) as coordinator:
-        pieces = [piece.response for piece in peek(coordinator, request, timeout_s=10.0)]
+        pieces = [piece.response for piece in peek(coordinator, request, timeout_s=60.0)]
     assert sum(piece.stop_element - piece.start_element for piece in pieces) == expected[name].numel()
     assert math.hypot(*(piece.norm for piece in pieces)) == pytest.approx(expected[name].norm().item(), rel=1e-5)
     for piece in pieces:

@@ -74,7 +74,7 @@ def test_kept_versions_are_read_while_training_goes_on(cluster: shardwell.LocalC
         newest = training.pause()
         for version in range(newest - KEPT, newest + 1):
             assert_version(reader, training, version)
-            assert reader.wait_for(version, 5.0) == newest
+            assert reader.wait_for(version, 60.0) == newest
         with pytest.raises(VersionGoneError, match="is no longer available") as caught, reader.pin(newest - KEPT - 1):
             pass
         assert caught.value.data["kept"] == ", ".join(map(str, range(newest - KEPT, newest)))
@@ -270,7 +270,7 @@ def test_readers_are_listed_with_their_versions(
             model = Model()
             read = one.follow(model)
             newest = training.pause()
-            assert one.wait_for(read, 5.0) == newest
+            assert one.wait_for(read, 60.0) == newest
             default = f"{socket.gethostname()}:{os.getpid()}"
             assert listed() == {"engine-1": (str(read), str(newest - read)), default: (None, None)}
             assert other.follow(model) == other.version == newest

@@ -277,7 +277,7 @@ def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: 
         assert len(below) == 4, "two trainers, a coordinator and a shard server"
         process.send_signal(number)
         assert process.wait(30) == 128 + number
-        wait_gone(below, timeout_s=1)
+        wait_gone(below)
 
 
 def test_signal_right_after_the_start_of_a_trainer_stops_it(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_second_ctrl_c_kills_trainers_that_ignore_the_first(script: Path) -> Non
         assert all(trainer.is_running() for trainer in below)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-        wait_gone(below, timeout_s=1)
+        wait_gone(below)
 
 
 def test_killed_launch_leaves_no_processes(script: Path, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_dead_coordinator_ends_the_launch_and_its_log_is_printed(script: Path) -
         output = process.stdout.read()
         assert process.wait(20) == 1
         assert "[launch] coordinator ended by SIGKILL. The end of its log:\n    " in output
-        wait_gone(below, timeout_s=5)
+        wait_gone(below)
 
 
 def test_dead_shard_server_is_reported_and_trainers_continue(script: Path) -> None:

@@ -31,7 +31,7 @@ _LABELS = {"run", "server", "state", "role", "kind", "method", "code", "transpor
 
 
 def scrape(address: str, path: str = "/metrics") -> tuple[int, str]:
-    with closing(HTTPConnection(address, timeout=10)) as connection:
+    with closing(HTTPConnection(address, timeout=60)) as connection:
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read().decode()

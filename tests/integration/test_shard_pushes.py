@@ -248,7 +248,7 @@ def test_encoded_part_needs_no_extra_memory() -> None:
         for part in range(2):
             halves = [gradient.bfloat16() for gradient in one.filled(1.0)]
             messages = one.push_messages(halves, part=part, wire_dtype=common_pb2.WIRE_DTYPE_BFLOAT16)
-            assert not one.open_push(timeout_s=2.0).send(*messages).finish().result().duplicate
+            assert not one.open_push(timeout_s=60.0).send(*messages).finish().result().duplicate
         one.prepare(0, (0, 0, 2))
         one.update(0)
         assert_all(one.gather(1)[1], -2.0)

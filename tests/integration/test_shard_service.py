@@ -196,9 +196,9 @@ def test_gather_outside_the_shard_is_rejected(
     one = unit(server)
     stub = server.client.byte_response_stub("Gather")
     request = one.gather_request(start_bytes=start, stop_bytes=stop, wire_dtype=wire_dtype)
-    assert type(error_of(lambda: list(stub(request, timeout=5)))) is error
+    assert type(error_of(lambda: list(stub(request, timeout=60)))) is error
     too_large = one.gather_request(chunk_bytes=chunk_streams.MAX_CHUNK_BYTES + 1)
-    assert isinstance(error_of(lambda: list(stub(too_large, timeout=5))), InvalidRequestError)
+    assert isinstance(error_of(lambda: list(stub(too_large, timeout=60))), InvalidRequestError)
     assert server.evaluate(lambda: one.shard.values.current is not None and one.shard.values.current.readers) == 0
 
 

@@ -91,7 +91,7 @@ def test_peek_returns_optimizer_state_in_pieces(cluster: shardwell.LocalCluster)
             request = shard_pb2.PeekRequest(
                 run=run, parameter="odd.wide.weight", source=shard_pb2.PEEK_SOURCE_OPTIMIZER_STATE, state_name=name
             )
-            pieces = [piece.response for piece in peek(coordinator, request, timeout_s=10)]
+            pieces = [piece.response for piece in peek(coordinator, request, timeout_s=60)]
             state = expected.state[plain.wide.weight][name]
             assert list(pieces[0].values) == state.flatten()[:8].tolist()
             assert math.fsum(piece.norm**2 for piece in pieces) == pytest.approx(state.double().square().sum().item())

@@ -74,7 +74,7 @@ def silent_connections(address: str, count: int) -> Iterator[None]:
     """Keeps HTTP connections to a server open that send nothing."""
     with ExitStack() as stack:
         for _ in range(count):
-            stack.enter_context(closing(HTTPConnection(address, timeout=10))).connect()
+            stack.enter_context(closing(HTTPConnection(address, timeout=60))).connect()
         yield
 
 

@@ -483,12 +483,12 @@ def serve_fakes(shards: list[FakeShard]) -> Iterator[list[str]]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
-    ready.wait(10)
+    assert ready.wait(60)
     try:
         yield addresses
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

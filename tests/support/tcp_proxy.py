@@ -56,7 +56,7 @@ class TcpProxy:
 
     def cut(self) -> None:
         """Closes all connections. New ones are accepted."""
-        asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result(60)
 
     def cut_after(self, count: int) -> None:
         """Closes one connection, between two of its bytes, when all together have forwarded so many bytes more.
@@ -77,11 +77,11 @@ class TcpProxy:
 
         Afterwards everything arrives, as packets that are sent again.
         """
-        asyncio.run_coroutine_threadsafe(self._hold(pids), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._hold(pids), self._loop).result(60)
         try:
             yield
         finally:
-            asyncio.run_coroutine_threadsafe(self._hold(()), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._hold(()), self._loop).result(60)
 
     async def _hold(self, pids: tuple[int, ...]) -> None:
         async with self._changed:
@@ -138,14 +138,14 @@ class TcpProxy:
     def __enter__(self) -> TcpProxy:
         self._thread.start()
         start = asyncio.start_server(self._serve, *self._listen)
-        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(10)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result(60)
         self.address = f"{self._listen[0]}:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
