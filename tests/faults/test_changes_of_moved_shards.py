@@ -103,9 +103,10 @@ class Following:
             assert older is not None
             patched, changed = self._state(dtype, older), self._state(dtype, older)
             with reader.pin(version) as pinned:
-                names = pinned.patch(patched, since)
-                for change in pinned.changes(since):
-                    assert change.name in names
+                names, found = set(pinned.patch(patched, since)), list(pinned.changes(since))
+                # Differences may be small enough where new values are not, and a shard is then not sent whole.
+                assert names <= {change.name for change in found}
+                for change in found:
                     change.apply_to(changed[change.name])
             changed["leave.weight"] = changed["enter.weight"]
             for name, value in expected.items():

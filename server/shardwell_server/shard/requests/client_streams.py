@@ -244,11 +244,7 @@ _Parts = Sequence[tuple[Segment, torch.Tensor]]
 
 
 async def receive(
-    store: ShardStore,
-    shard: UnitShard,
-    header: shard_pb2.InitializeUnitHeader,
-    incoming: IncomingStream,
-    wait_s: float,
+    store: ShardStore, shard: UnitShard, header: shard_pb2.InitializeUnitHeader, incoming: IncomingStream, wait_s: float
 ) -> None:
     """Receives and draws the initial values of a shard. A newer stream replaces an unfinished one.
 

@@ -18,12 +18,7 @@ from contextlib import asynccontextmanager
 from shardwell_server.shard.memory.budget import BufferQuota, Memory
 from shardwell_server.shard.memory.mapped_memory import SharedMemory
 from shardwell_server.shard.requests.peers import Owners
-from shardwell_server.shard.requests.relayed_shards import (
-    CachedShard,
-    RelayedGradient,
-    RelayedShard,
-    RelayedSums,
-)
+from shardwell_server.shard.requests.relayed_shards import CachedShard, RelayedGradient, RelayedShard, RelayedSums
 from shardwell_server.shard.state.shard_store import ShardStore
 from shardwell_server.shard.unit.contributions import ContributionMemory
 from shardwell_wire.encoding.wire_dtypes import check_gather_dtype
