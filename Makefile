@@ -4,7 +4,6 @@ PYTHON ?= python3.11
 PIP_OPTIONS ?=
 DEMO_OPTIONS ?=
 TEST_PROCESSES ?= 3
-LONG_TEST_PROCESSES ?= 2
 GPU_PYTHON ?= python3
 
 VENV := .venv
@@ -63,8 +62,8 @@ larger-than-trainer: install  ## Train a model of 8 times a trainer's memory, al
 test: install  ## Run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test-long: install  ## Run the tests that take whole examples, benchmarks and model families (9 minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -m long --numprocesses $(LONG_TEST_PROCESSES) --dist loadfile
+test-long: install  ## Run the tests that take whole examples, benchmarks and model families (11 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -m long
 
 lint: install check-protos  ## Check formatting, style, types, imports and stubs
 	@$(BIN)/ruff format --check .
@@ -149,7 +148,7 @@ bench-network: $(BENCH_INSTALLED)  ## Compare training over 1 Gbit/s and 200 Mbi
 bench-growth: $(BENCH_INSTALLED)  ## Measure overhead against the number of trainers, servers, units and parameters
 	@$(MEASURE) benchmarks.growth $(BENCH_OPTIONS)
 
-gpu-check:  ## Check and measure trainers on a GPU, with torch of GPU_PYTHON (9 minutes); GPU_OPTIONS="--device cpu" needs none
+gpu-check:  ## Check and measure trainers on a GPU, with torch of GPU_PYTHON (11 minutes); GPU_OPTIONS="--device cpu" needs none
 	@PYTHONPATH="$(CURDIR)/protos:$(CURDIR)/server:$(CURDIR)/client$${PYTHONPATH:+:$$PYTHONPATH}" \
 	    $(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_OPTIONS)
 
