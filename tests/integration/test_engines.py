@@ -8,11 +8,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +31,14 @@ from shardwell.engines.vllm_server import VllmServer
 from shardwell.weights import pinned_version
 from shardwell.weights import reader as reader_module
 from shardwell.weights.pinned_version import PinnedVersion
-from shardwell_wire.errors import CorruptDataError, ShardwellError, UnavailableError, UsageError, VersionGoneError
+from shardwell_wire.errors import (
+    CorruptDataError,
+    ShardwellError,
+    StepStateError,
+    UnavailableError,
+    UsageError,
+    VersionGoneError,
+)
 from tests.support.background_training import BackgroundTraining
 from tests.support.cluster import wait_until
 from tests.support.processes import ROOT, run_ranks
@@ -660,20 +668,10 @@ def test_only_the_last_worker_of_vllm_raises(monkeypatch: pytest.MonkeyPatch) ->
         def __class_getitem__(cls, _: object) -> type:
             return cls
 
-        def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
-            return self.init_info_cls(**init_dict)  # type: ignore[attr-defined]
-
-        def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-            return self.update_info_cls(**update_dict)  # type: ignore[attr-defined]
-
     names = {
         "vllm": {"LLM": object},
         "vllm.distributed.parallel_state": {"get_world_group": lambda: SimpleNamespace(rank_in_group=rank)},
-        "vllm.distributed.weight_transfer": {
-            "base": SimpleNamespace(
-                WeightTransferEngine=Base, WeightTransferInitInfo=object, WeightTransferUpdateInfo=object
-            )
-        },
+        "vllm.distributed.weight_transfer.base": {"WeightTransferEngine": Base},
         "vllm.model_executor.model_loader.reload": dict.fromkeys(
             ("finalize_layerwise_reload", "initialize_layerwise_reload")
         ),
@@ -690,15 +688,15 @@ def test_only_the_last_worker_of_vllm_raises(monkeypatch: pytest.MonkeyPatch) ->
         engine = ShardwellEngine()
         engine.parallel_config = SimpleNamespace(distributed_executor_backend="mp", world_size=2)
         engine.start_weight_update()
-        calls = [
-            lambda engine=engine: engine.init_transfer_engine(engine.parse_init_info({"unknown": 1})),
-            lambda engine=engine: engine.update_weights({"unknown": 1}),
-        ]
-        for call in calls:
+        calls: dict[type[Exception], Callable[[], None]] = {
+            TypeError: partial(engine.init_transfer_engine, {"unknown": 1}),
+            StepStateError: partial(engine.update_weights, {"version": 1}),  # the engine is not attached
+        }
+        for error, call in calls.items():
             if rank == 0:
                 call()
             else:
-                with pytest.raises(TypeError, match="unknown"):
+                with pytest.raises(error, match=r"unknown|not attached"):
                     call()
         assert engine._is_open == (rank == 0)
     sys.modules.pop("shardwell.engines.vllm")
