@@ -271,14 +271,15 @@ class PinnedVersion:
         number, name = (since, "") if isinstance(since, int) else (None, since)
         describe = partial(describe_weights, reader.coordinator, self.run, version=number, name=name)
         pin = partial(pinned_version, reader.coordinator, self.run, timeout_s=reader.timeout_s, waits=True)
+        former: coordinator_pb2.DescribeWeightsResponse | PinnedVersion | None = None
         with ExitStack() as stack:
             try:
-                former = retry(lambda: describe(without_units=True), limit_s=reader.timeout_s)
-                # `patch` checks the result. Without a pin, `changes` might be those since a version of the same number
-                # that was committed after a rollback.
-                if connections.pins_former or not has_values or not _stays(former, self.version):
-                    pinned = stack.enter_context(pin(connections=connections, version=since))
-                    former.version, former.rollback_count = pinned.version, pinned.rollback_count
+                # Without a pin, the older version may be one of the same number that was committed after a rollback.
+                # Only `patch` notices this.
+                if has_values and not connections.pins_former:
+                    described = retry(lambda: describe(without_units=True), limit_s=reader.timeout_s)
+                    former = described if _stays(described, self.version) else None
+                former = former or stack.enter_context(pin(connections=connections, version=since))
             except VersionGoneError:
                 units = {part.unit_name: part.unit for stored, _ in chosen for part in stored.parts}
                 # Buffers are not kept for deltas, and are read whole.

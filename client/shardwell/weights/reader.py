@@ -425,7 +425,7 @@ class GroupReader:
         def read() -> tuple[int, Tensors | IO[bytes]]:
             if dropped.is_set():  # also if there was no reader yet that `drop` could close
                 raise UsageError(f"the read of version {version} was dropped")
-            with pinned_version(  # not `Reader.pin`, which repeats the requests of a reader that was closed
+            with pinned_version(  # not `Reader.pin`, so that the check above runs before each attempt
                 reader._coordinator,
                 reader.run,
                 timeout_s=reader._timeout_s,
