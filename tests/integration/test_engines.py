@@ -615,7 +615,7 @@ def test_failed_read_leaves_no_memory(alone: Any, monkeypatch: pytest.MonkeyPatc
                 group_reader.update(5, print)
             failures.append(raised.value)
         files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()]
-        assert not [file for file in files if "shardwell-" in file]
+        assert not [file for file in files if group_reader._memory_name in file]
     finally:
         gc.enable()
 
