@@ -27,7 +27,7 @@ from tests.support.forked_servers import ForkedProcess
 from tests.support.long_run import LongRun
 
 KEPT = 64
-"""More versions than are committed between two reads of a reader that follows, also if steps are short."""
+"""Number of versions that the run keeps. A reader that follows does not fall this far behind."""
 
 
 def start_next_version(server: ServerProcess) -> ForkedProcess:

@@ -456,7 +456,7 @@ def test_command_refuses_an_address_that_other_hosts_cannot_reach(
 
 
 END_LIMIT_S = 60.0
-"""Far below the deadline of the reads that are ended."""
+"""A read that was ended must finish within this time. Its own deadline is much later."""
 
 
 @pytest.mark.parametrize("end", ["drop", "close", "other"])

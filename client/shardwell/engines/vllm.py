@@ -84,7 +84,7 @@ class ShardwellEngine(WeightTransferEngine[Any, Any]):
 
 
 def update(llm: LLM, version: int) -> None:
-    """Loads a version into an engine of this process, and removes cached prefixes. Answers then name the version.
+    """Loads a version into an engine of this process. Removes cached prefixes. Answers then name the version.
 
     Call ``llm.init_weight_transfer_engine`` before. Raises as ``GroupReader.update``. The engine keeps its former
     version, unless vLLM has failed while it loaded what was read: then repeat the update before the next request.

@@ -1,7 +1,7 @@
 """What has changed between two versions of a shard: the changed elements of each parameter, and checksums.
 
-Changes are those of the shard's stream (``value_deltas.encode``), then the XXH3-64 of each segment in the new
-stream, with 8 bytes each. docs/wire-format.md specifies the format.
+An encoding has the changes of the shard's stream (``value_deltas.encode``). The XXH3-64 of each segment in the new
+stream follows, with 8 bytes each. docs/wire-format.md specifies the format.
 """
 
 from __future__ import annotations

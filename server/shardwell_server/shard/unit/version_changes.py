@@ -32,9 +32,9 @@ _Pair = tuple[WireDtype, int, int, bool]
 class VersionChanges:
     """Changes between versions of one shard. Used on the event loop.
 
-    Those of ``_MAX_PAIRS`` pairs are kept, and at most three quarters of the size of the shard, until no client reads
-    them between two updates, or until other requests need the memory. So is the newest encoding that was compared: most
-    readers have it when they ask for the changes to the next version.
+    Keeps the changes of ``_MAX_PAIRS`` pairs, and at most three quarters of the size of the shard. Drops changes that no
+    client has read between two updates, or whose memory other requests need. Keeps the newest encoding in the same way:
+    most readers ask for the changes from it to the next version.
 
     Args:
         layout: The shard's unit.
