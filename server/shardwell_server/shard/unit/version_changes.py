@@ -32,7 +32,7 @@ _Pair = tuple[WireDtype, int, int, bool]
 class VersionChanges:
     """Changes between versions of one shard. Used on the event loop.
 
-    Keeps the changes of ``_MAX_PAIRS`` pairs, and at most three quarters of the size of the shard. Drops changes that no
+    Keeps the changes of ``_MAX_PAIRS`` pairs, and at most three quarters of the shard. Drops changes that no
     client has read between two updates, or whose memory other requests need. Keeps the newest encoding in the same way:
     most readers ask for the changes from it to the next version.
 
