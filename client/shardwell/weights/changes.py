@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from shardwell_wire.encoding.chunk_streams import memory_at
 from shardwell_wire.encoding.shard_changes import ShardChanges
 from shardwell_wire.errors import CorruptDataError
 from shardwell_wire.model.layout import Box, Segment
+
+_BLOCK_NUMEL = 1 << 20
+"""Elements that are copied at once to compute a checksum."""
 
 
 class TensorChange(NamedTuple):
@@ -100,12 +104,15 @@ def find_change(stored: StoredParameter, region: Box, units: Mapping[str, UnitCh
     for part, piece in found:
         elements = torch.arange(len(piece.values)) if piece.elements is None else piece.elements
         places, is_inside = _places(part.described.box, region, elements + piece.segment.start_element)
-        indices.append(places[is_inside])
-        values.append(piece.values[is_inside].to(dtype))
+        indices.append(places if is_inside is None else places[is_inside])
+        values.append((piece.values if is_inside is None else piece.values[is_inside]).to(dtype))
     if not sum(map(len, indices)):
         return None
-    order = torch.argsort(all_indices := torch.cat(indices))  # parts of several ranks alternate
-    return TensorChange(stored.name, all_indices[order], torch.cat(values)[order])
+    all_indices, all_values = torch.cat(indices), torch.cat(values)
+    if not (all_indices[1:] > all_indices[:-1]).all():  # parts of several ranks alternate
+        all_indices, order = all_indices.sort()
+        all_values = all_values[order]
+    return TensorChange(stored.name, all_indices, all_values)
 
 
 def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tensor: torch.Tensor, since: int) -> None:
@@ -125,10 +132,8 @@ def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tens
             continue
         segment = piece.segment
         own = tensor.detach()[part.described.box.slices].reshape(-1)[segment.start_element : segment.stop_element]
-        result = own.to("cpu", piece.values.dtype, copy=True)
-        result[piece.elements] = piece.resolve(result[piece.elements])
-        data = result.view(torch.uint8)
-        if xxhash.xxh3_64_intdigest(memory_at(data.data_ptr(), data.numel(), data)) != piece.checksum:
+        former = own[piece.elements.to(own.device)].to("cpu", piece.values.dtype)
+        if _checksum(own, piece.elements, piece.resolve(former)) != piece.checksum:
             raise CorruptDataError(
                 f"{stored.name!r} does not have the values of version {since} in {piece.values.dtype}, so nothing was "
                 "changed: read the whole version with values()",
@@ -137,20 +142,38 @@ def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tens
             )
 
 
+def _checksum(former: torch.Tensor, elements: torch.Tensor, values: torch.Tensor) -> int:
+    """Returns the XXH3-64 of a vector after a change. Copies a block at a time: new memory costs more than the copies.
+
+    Args:
+        former: The vector before the change, on any device, in any floating-point dtype.
+        elements: Rising indices of the changed elements.
+        values: The new values, in the dtype of the result.
+    """
+    checksum, block = xxhash.xxh3_64(), torch.empty(min(len(former), _BLOCK_NUMEL), dtype=values.dtype)
+    starts = range(0, len(former), _BLOCK_NUMEL)
+    bounds = torch.searchsorted(elements, torch.tensor([*starts, len(former)])).tolist()
+    for start, (first, last) in zip(starts, pairwise(bounds), strict=True):
+        part = block[: len(former) - start].copy_(former[start : start + _BLOCK_NUMEL])
+        part[elements[first:last] - start] = values[first:last]
+        checksum.update(memory_at(part.data_ptr(), part.nbytes, part))
+    return checksum.intdigest()
+
+
 def _pieces(stored: StoredParameter, units: Mapping[str, UnitChanges]) -> Iterator[tuple[StoredPart, _Piece]]:
     for part in stored.parts:
         if (changes := units.get(part.unit_name)) is not None:
             yield from ((part, piece) for piece in changes.pieces(part.index))
 
 
-def _places(own: Box, region: Box, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(own: Box, region: Box, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Maps elements of a flattened part to a flattened region.
 
     Returns:
-        Places in the region, and which of them are inside. Each [len(elements)]
+        Places in the region, and which of them are inside. Each [len(elements)] None: all.
     """
     if own == region:
-        return elements, torch.ones(len(elements), dtype=torch.bool)
+        return elements, None
     places, is_inside, stride = torch.zeros_like(elements), torch.ones(len(elements), dtype=torch.bool), 1
     for size, own_first, first, count in reversed(
         list(zip(own.shape, own.offsets, region.offsets, region.shape, strict=True))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import TypeVar
 
@@ -95,39 +97,46 @@ class UnitReader:
             self.connections.close()  # cancels the reads in flight, for example after Ctrl-C
         self._pool.shutdown(cancel_futures=True)
 
-    def read(self, unit: PlacedUnit, ranges: Ranges | None = None) -> torch.Tensor:
-        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``RunConnections``. [size_bytes]
+    def read(self, unit: PlacedUnit, ranges: Ranges | None = None) -> Callable[[], torch.Tensor]:
+        """Begins to read a unit.
 
         Args:
             unit: The unit.
             ranges: Ranges of the flat vector that are needed. Other bytes are arbitrary. None: all.
+
+        Returns:
+            Function that waits for the unit's flat vector with padding, as uint8 on the CPU, and raises as
+            ``RunConnections``. [size_bytes]
         """
         flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read
-        self._of_shards(
+        finish = self._of_shards(
             unit, flat, lambda shard, to: read(unit.layout, shard, self.version, to, ranges, timeout_s=self.timeout_s)
         )
-        return flat
+        return lambda: (finish(), flat)[1]
 
-    def changes(self, unit: PlacedUnit, since: Since | None) -> UnitChanges:
-        """Returns what has changed in a unit since a version, or the whole unit; raises as ``read``."""
+    def changes(self, unit: PlacedUnit, since: Since | None) -> Callable[[], UnitChanges]:
+        """Begins to read what has changed in a unit since a version, or the whole unit, as ``read``."""
         if since is None:
-            return UnitChanges(unit, self.read(unit), [(0, unit.layout.size_bytes, None)])
+            whole = self.read(unit)
+            return lambda: UnitChanges(unit, whole(), [(0, unit.layout.size_bytes, None)])
         flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read_changes
-        found = self._of_shards(
+        finish = self._of_shards(
             unit, flat, lambda shard, to: read(unit.layout, shard, self.version, since, to, timeout_s=self.timeout_s)
         )
-        return UnitChanges(unit, flat, [(shard.start_bytes, shard.stop_bytes, each) for shard, each in found])
+        return lambda: UnitChanges(
+            unit, flat, [(shard.start_bytes, shard.stop_bytes, each) for shard, each in finish()]
+        )
 
     def _of_shards(
         self, unit: PlacedUnit, flat: torch.Tensor, read: Callable[[common_pb2.ShardRange, memoryview], Result]
-    ) -> list[tuple[common_pb2.ShardRange, Result]]:
-        """Reads all shards of a unit concurrently, each into its range of the flat vector."""
+    ) -> Callable[[], list[tuple[common_pb2.ShardRange, Result]]]:
+        """Begins to read all shards of a unit concurrently, each into its range of the flat vector."""
         wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
         reads = []
         for shard in wanted:
             target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes, flat)
             reads.append(self._pool.submit(read, shard, target))
-        return [(shard, each.result()) for shard, each in zip(wanted, reads, strict=True)]
+        return lambda: [(shard, each.result()) for shard, each in zip(wanted, reads, strict=True)]
 
 
 class PinnedVersion:
@@ -167,7 +176,7 @@ class PinnedVersion:
     def values(self, names: Names | None = None, *, slices: Slices | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and values of parameters, then of buffers.
 
-        Holds one unit at a time, and the units of all tensor-parallel ranks for parameters that are split.
+        Holds one unit while it reads the next one, and the units of all tensor-parallel ranks for split parameters.
 
         Args:
             names: A glob pattern of names, or several, such as ``"*lora_*"``. Other tensors are not read. A tied
@@ -187,8 +196,7 @@ class PinnedVersion:
     def _values(
         self, chosen: Sequence[Chosen], ranges: Mapping[str, Ranges] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        read = self.read if ranges is None else lambda unit: self.read(unit, ranges.get(unit.layout.unit, []))
-        for stored, region, flats in _with_units(chosen, read):
+        for stored, region, flats in _with_units(chosen, partial(self._begin, ranges)):
             # Not a view, which would keep the memory of the unit.
             value = torch.empty(region.shape, dtype=stored.meta.dtype)
             for part in stored.parts:
@@ -293,18 +301,19 @@ class PinnedVersion:
                 version, is_gone = former.version, False
                 self._check_older(version, former.rollback_count)
 
-            def read(unit: PlacedUnit) -> UnitChanges | None:
+            def begin(unit: PlacedUnit) -> Callable[[], UnitChanges | None]:
                 if self.changed_at(unit) <= version:
-                    return None
-                known = None if is_gone and unit.layout.holds_buffers else Since(version, has_values)
-                try:
-                    return reader.changes(unit, known)
-                except VersionGoneError:
-                    connections.pins_former = True  # the run has dropped it during the reads
-                    raise
+                    return lambda: None
+                return reader.changes(
+                    unit, None if is_gone and unit.layout.holds_buffers else Since(version, has_values)
+                )
 
-            for stored, region, changes in _with_units(chosen, read):
-                yield (stored, region, {name: each for name, each in changes.items() if each is not None}), version
+            try:
+                for stored, region, changes in _with_units(chosen, begin):
+                    yield (stored, region, {name: each for name, each in changes.items() if each is not None}), version
+            except VersionGoneError:
+                connections.pins_former = True  # the run has dropped it during the reads
+                raise
 
     def _check_older(self, version: int, rollback_count: int) -> None:
         if version > self.version or rollback_count != self.rollback_count:
@@ -319,23 +328,38 @@ class PinnedVersion:
         """Returns tensors and their regions, as ``values`` yields them."""
         return choose([*self.parameters, *self.buffers], names, slices, self.run)
 
-    def read(self, unit: PlacedUnit, ranges: Ranges | None = None) -> torch.Tensor:
-        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``values``. [size_bytes]
+    def read(self, unit: PlacedUnit) -> torch.Tensor:
+        """Returns a unit's flat vector with padding, as uint8 on the CPU; raises as ``values``. [size_bytes]"""
+        return self._begin(None, unit)()
+
+    def read_units(
+        self, units: Mapping[str, PlacedUnit], ranges: Mapping[str, Ranges] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Returns the flat vectors of units, as ``read``.
 
         Args:
-            unit: The unit.
-            ranges: Ranges of the flat vector that are needed. Other bytes are arbitrary. None: all.
+            units: The units by name.
+            ranges: Ranges of the flat vectors that are needed. Other bytes are arbitrary. None: all.
         """
-        try:
-            return self._reader.read(unit) if ranges is None else self._reader.read(unit, ranges)
-        except VersionGoneError as error:
-            raise VersionGoneError(
-                f"version {self.version} of run {self.run!r} was evicted while it was read: training is at version "
-                f"{error.data.get('newest', '?')}, and a shard server had no memory left for a copy of unit "
-                f"{unit.layout.unit!r} of version {self.version}. Raise the servers' --memory-budget, add servers, or "
-                "try again when the servers are less busy",
-                **error.data,
-            ) from error
+        return dict(zip(units, _read_ahead(units.values(), partial(self._begin, ranges)), strict=True))
+
+    def _begin(self, ranges: Mapping[str, Ranges] | None, unit: PlacedUnit) -> Callable[[], torch.Tensor]:
+        """Begins to read a unit. The function that is returned waits for it."""
+        read = self._reader.read(unit, None if ranges is None else ranges.get(unit.layout.unit, []))
+
+        def finish() -> torch.Tensor:
+            try:
+                return read()
+            except VersionGoneError as error:
+                raise VersionGoneError(
+                    f"version {self.version} of run {self.run!r} was evicted while it was read: training is at version "
+                    f"{error.data.get('newest', '?')}, and a shard server had no memory left for a copy of unit "
+                    f"{unit.layout.unit!r} of version {self.version}. Raise the servers' --memory-budget, add servers, "
+                    "or try again when the servers are less busy",
+                    **error.data,
+                ) from error
+
+        return finish
 
 
 def _stays(former: coordinator_pb2.DescribeWeightsResponse, version: int) -> bool:
@@ -345,15 +369,34 @@ def _stays(former: coordinator_pb2.DescribeWeightsResponse, version: int) -> boo
 
 
 def _with_units(
-    chosen: Iterable[Chosen], read: Callable[[PlacedUnit], Result]
+    chosen: Sequence[Chosen], begin: Callable[[PlacedUnit], Callable[[], Result]]
 ) -> Iterator[tuple[StoredParameter, Box, dict[str, Result]]]:
-    """Yields tensors and regions with what was read of their units. Releases units before the next ones are read."""
+    """Yields tensors and regions with what was read of their units. Releases units that no tensor needs any more.
+
+    Args:
+        begin: Begins to read a unit. The function that it returns waits for the result.
+    """
+    needed = [{part.unit_name: part.unit for part in stored.parts} for stored, _ in chosen]
+    results = _read_ahead(
+        (unit for former, units in pairwise([{}, *needed]) for name, unit in units.items() if name not in former), begin
+    )
     held = dict[str, Result]()
-    for stored, region in chosen:
-        units = {part.unit_name: part.unit for part in stored.parts}
-        held = {name: each for name, each in held.items() if name in units}
-        held.update((name, read(unit)) for name, unit in units.items() if name not in held)
+    for (stored, region), units in zip(chosen, needed, strict=True):
+        for name in held.keys() - units.keys():
+            del held[name]
+        held.update((name, next(results)) for name in units if name not in held)
         yield stored, region, held
+
+
+def _read_ahead(units: Iterable[PlacedUnit], begin: Callable[[PlacedUnit], Callable[[], Result]]) -> Iterator[Result]:
+    """Yields what is read of each unit. Reads the next unit while the caller uses one."""
+    reads = deque[Callable[[], Result]]()
+    for unit in units:
+        reads.append(begin(unit))
+        if len(reads) > 1:
+            yield reads.popleft()()
+    while reads:
+        yield reads.popleft()()
 
 
 @contextmanager

@@ -280,11 +280,7 @@ class Reader:
                 return former
             units = {part.unit_name: part.unit for stored, _ in targets for part in stored.parts}
             units = {name: unit for name, unit in units.items() if pinned.changed_at(unit) > former}
-            if names is None:
-                read = {name: pinned.read(unit) for name, unit in units.items()}
-            else:
-                ranges = ranges_of(chosen)
-                read = {name: pinned.read(unit, ranges.get(name, [])) for name, unit in units.items()}
+            read = pinned.read_units(units, None if names is None else ranges_of(chosen))
         with writing, torch.no_grad():
             self._followed.pop(model, None)  # an interrupt below leaves a mixture: the next call loads everything
             for stored, tensor in targets:

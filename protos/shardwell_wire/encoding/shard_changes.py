@@ -159,7 +159,9 @@ class ShardChanges:
         numel, size = span.segment.stop_element - span.segment.start_element, span.dtype.itemsize
         place, first = self._of(span), span.start // value_deltas.ITEM_BYTES
         places, data = self.places[place] - first, self.words[place].view(np.uint8)
-        if size < value_deltas.ITEM_BYTES:
+        if size == value_deltas.ITEM_BYTES:
+            elements = places
+        elif size < value_deltas.ITEM_BYTES:
             elements = (places[:, None] * 2 + np.arange(2)).reshape(-1)
             count = int(np.searchsorted(elements, numel))  # the last value has padding
             elements, data = elements[:count], data[:count]
