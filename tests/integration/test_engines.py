@@ -30,7 +30,7 @@ from shardwell.engines import GroupReader, follow, vllm_server
 from shardwell.engines.vllm_server import VllmServer
 from shardwell.weights import pinned_version
 from shardwell.weights import reader as reader_module
-from shardwell.weights.pinned_version import PinnedVersion
+from shardwell.weights.pinned_version import UnitReader
 from shardwell_wire.errors import (
     CorruptDataError,
     ShardwellError,
@@ -141,7 +141,7 @@ def test_failed_read_leaves_the_former_version(
     assert live.version == -1
     with live.following(pause_s=0.05):
         with monkeypatch.context() as patch:
-            patch.setattr(PinnedVersion, "read", fail)
+            patch.setattr(UnitReader, "read", fail)
             wait_until(lambda: "planted" in caplog.text, "a failed read")
             former = live.version
             training.wait_for(former + 2)
@@ -175,8 +175,8 @@ def test_engine_gets_a_whole_version_or_nothing(
         shardwell.engines.load_weights(reader, weights.update, names="lora.*")
     with pytest.raises(VersionGoneError, match="is no longer available"):
         shardwell.engines.load_weights(reader, weights.update, newest - 4)
-    reads, fails = PinnedVersion.read, iter([False, True])
-    monkeypatch.setattr(PinnedVersion, "read", lambda self, unit: fail() if next(fails) else reads(self, unit))
+    reads, fails = UnitReader.read, iter([False, True])
+    monkeypatch.setattr(UnitReader, "read", lambda *arguments: fail() if next(fails) else reads(*arguments))
     with pytest.raises(CorruptDataError, match="planted"):
         shardwell.engines.load_weights(reader, weights.update)
     assert not weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -18,8 +19,8 @@ from shardwell.data_plane.shard import RemoteShard
 from shardwell.transport import server_connection
 from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights import pinned_version
-from shardwell.weights import pinned_version as pinned_module
-from shardwell.weights.pinned_version import PinnedVersion
+from shardwell.weights.pinned_version import UnitReader
+from shardwell.weights.stored_parameters import PlacedUnit
 from shardwell_wire.errors import (
     ConflictError,
     DeadlineError,
@@ -160,13 +161,13 @@ def test_models_follow_a_run_that_trains(cluster: shardwell.LocalCluster) -> Non
 
 def test_later_calls_read_changed_units_only(cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    original = PinnedVersion.read
+    original = UnitReader.read
 
-    def recording(pinned: PinnedVersion, unit: pinned_module.PlacedUnit) -> torch.Tensor:
+    def recording(units: UnitReader, unit: PlacedUnit, ranges: None) -> Callable[[], torch.Tensor]:
         read.append(unit.layout.unit)
-        return original(pinned, unit)
+        return original(units, unit, ranges)
 
-    monkeypatch.setattr(PinnedVersion, "read", recording)
+    monkeypatch.setattr(UnitReader, "read", recording)
     training, model = Training(cluster.address), Model()
     with training.in_background(), shardwell.attach(cluster.address, run=training.run) as reader:
         version = reader.follow(model)
@@ -190,16 +191,16 @@ def test_a_failed_call_leaves_the_model_at_one_version(
     with training.in_background(), shardwell.attach(cluster.address, run=training.run) as reader:
         version = reader.follow(model)
         reader.wait_for(version + 1, timeout_s=20.0)
-        original, calls = PinnedVersion.read, []
+        original, calls = UnitReader.read, []
 
-        def evicted(pinned: PinnedVersion, unit: pinned_module.PlacedUnit) -> torch.Tensor:
+        def evicted(units: UnitReader, unit: PlacedUnit, ranges: None) -> Callable[[], torch.Tensor]:
             calls.append(unit)
             if len(calls) % 2 == 0:
-                raise VersionGoneError("evicted", newest=pinned.version)
-            return original(pinned, unit)
+                raise VersionGoneError("evicted", newest=units.version)
+            return original(units, unit, ranges)
 
         with monkeypatch.context() as patch, pytest.raises(VersionGoneError, match="evicted"):
-            patch.setattr(PinnedVersion, "read", evicted)
+            patch.setattr(UnitReader, "read", evicted)
             patch.setattr(reader, "_timeout_s", 2.0)
             reader.follow(model)
         training.assert_state(version, state_of(model))
@@ -328,21 +329,28 @@ def test_only_run_of_a_cluster_needs_no_name() -> None:
 def test_a_session_that_a_new_process_does_not_know_is_opened_again(
     cluster: shardwell.LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, fetch, failures = Training(cluster.address), RemoteShard.fetch, list[object]()
+    training, fetch, first = Training(cluster.address), RemoteShard.fetch, threading.Lock()
+    used, rejected = list[RemoteShard](), list[RemoteShard]()
 
-    def reject_once(shard: RemoteShard, *arguments: Any, **options: Any) -> int:
-        if not failures:
-            failures.append(shard.server)
+    def reject_once(shard: RemoteShard, *arguments: Any, **options: Any) -> None:
+        if first.acquire(blocking=False):  # shards are read concurrently
+            rejected.append(shard)
             shared: Any = shard.server.transports.shared
             shared.session_id += "x"  # as at a new process, which has no session
             shared.locate(shard.address, None, timeout_s=20.0)
-        assert shard.server is not failures[0]
-        return fetch(shard, *arguments, **options)
+        fetch(shard, *arguments, **options)
+        used.append(shard)
 
     with training.in_background(), shardwell.attach(cluster.address, training.run) as reader:
         monkeypatch.setattr(RemoteShard, "fetch", reject_once)
         version, state = reader.read()
-        assert failures
+        lost = rejected[0]
+        servers = [
+            each.server
+            for each in used
+            if each.address.layout == lost.address.layout and each.start_bytes == lost.start_bytes
+        ]
+        assert servers and lost.server not in servers
         training.wait_for(version)
         assert all(torch.equal(value, training.states[version][name]) for name, value in state.items())
 

@@ -29,7 +29,7 @@ import shardwell
 from shardwell.engines.vllm_server import VllmServer
 from shardwell.find_credentials import find_credentials
 from shardwell.transport.service_client import CoordinatorClient
-from shardwell.weights.pinned_version import PinnedVersion
+from shardwell.weights.pinned_version import PinnedVersion, UnitReader
 from shardwell_wire.errors import CorruptDataError, UnavailableError, UsageError, VersionGoneError
 from shardwell_wire.v1 import coordinator_pb2
 from tests.support.cluster import wait_in_sync, wait_until
@@ -192,15 +192,15 @@ def test_code_of_the_page_runs(training: Any, llm: Any, monkeypatch: pytest.Monk
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, unit: int, action: Any) -> None:
-    """Calls ``action`` when the unit of this number is read."""
-    reads, count = PinnedVersion.read, iter(range(10**6))
+    """Calls ``action`` before the unit of this number is read."""
+    reads, count = UnitReader.read, iter(range(10**6))
 
-    def read(self: PinnedVersion, placed: Any) -> torch.Tensor:
+    def read(self: UnitReader, placed: Any, ranges: Any) -> Callable[[], torch.Tensor]:
         if next(count) == unit:
             action()
-        return reads(self, placed)
+        return reads(self, placed, ranges)
 
-    monkeypatch.setattr(PinnedVersion, "read", read)
+    monkeypatch.setattr(UnitReader, "read", read)
 
 
 def corrupt() -> None:

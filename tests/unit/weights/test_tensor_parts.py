@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardwell
+from shardwell.weights import changes as changes_module
 from shardwell.weights.changes import UnitChanges, check_result, find_change
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.pinned_version import PinnedVersion
@@ -144,8 +145,11 @@ class Reader:
     def __init__(self, wholes: dict[str, torch.Tensor]) -> None:
         self.wholes, self.reads = wholes, list[str]()
 
-    def read(self, unit: PlacedUnit, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
+    def read(self, unit: PlacedUnit, ranges: Sequence[tuple[int, int]] | None = None) -> Callable[[], torch.Tensor]:
         self.reads.append(unit.layout.unit)
+        return lambda: self.flat(unit, ranges)
+
+    def flat(self, unit: PlacedUnit, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
         flat = torch.zeros(unit.layout.size_bytes, dtype=torch.uint8)
         for index, each in enumerate(unit.layout.parameters):
             unit.view(flat, index).copy_(self.wholes[each.name][each.box.slices])
@@ -177,9 +181,25 @@ def test_a_pinned_version_has_whole_tensors(layouts: list[UnitLayout]) -> None:
     assert reader.reads == ["u", *(layout.unit for layout in layouts)], "each unit is read once"
 
 
+def test_the_next_unit_is_read_while_one_is_used() -> None:
+    layouts = [UnitLayout(f"u{index}", (Parameter(f"w{index}", (2,), "float32"),)) for index in range(4)]
+    reader = Reader({f"w{index}": torch.rand(2) for index in range(3)})  # w3 cannot be read
+    values, reads = pinned(layouts, reader).values(), list[int]()
+    for index in range(3):
+        name, value = next(values)
+        assert name == f"w{index}" and torch.equal(value, reader.wholes[name])
+        reads.append(len(reader.reads))
+    assert reads == [2, 3, 4], "one unit ahead"
+    with pytest.raises(KeyError, match="w3"):
+        next(values)
+
+
 @pytest.mark.parametrize("layouts", [ROWS, COLUMNS])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_slices_and_changes_do_not_depend_on_the_parts(layouts: list[UnitLayout], dim: int) -> None:
+def test_slices_and_changes_do_not_depend_on_the_parts(
+    layouts: list[UnitLayout], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes_module, "_BLOCK_NUMEL", 4)
     found = pinned(layouts, Reader({"w": WHOLE}))
     (stored,) = found.parameters
     after = WHOLE.clone()
@@ -190,7 +210,7 @@ def test_slices_and_changes_do_not_depend_on_the_parts(layouts: list[UnitLayout]
         if not layout.size_bytes:
             units[layout.unit] = UnitChanges(part.unit, torch.empty(0), [])
             continue
-        before, new = (Reader({"w": each}).read(part.unit).numpy().data for each in (WHOLE, after))
+        before, new = (Reader({"w": each}).flat(part.unit).numpy().data for each in (WHOLE, after))
         spans = spans_of(layout, layout.segments(0, layout.size_bytes), AS_STORED, 0)
         pieces = shard_changes.encode(spans, before, new, 1 << 20)
         changes = ShardChanges.decode(spans, b"".join(pieces or []), layout.size_bytes, layout.unit)
@@ -218,7 +238,7 @@ def test_a_reader_copies_parts_in_place() -> None:
     assert isinstance(stored, StoredParameter)
     model = torch.zeros(5, 6).t()  # not contiguous
     for each in stored.parts:
-        flat = Reader({"w": WHOLE}).read(each.unit)
+        flat = Reader({"w": WHOLE}).flat(each.unit)
         each.copy_to(model, flat)
     assert torch.equal(model, WHOLE)
 
