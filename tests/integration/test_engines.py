@@ -6,12 +6,12 @@ import email.message
 import gc
 import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwell
-from shardwell.engines import GroupReader, follow, vllm_server
+from shardwell.engines import GroupReader, follow, run_command
 from shardwell.engines.vllm_server import VllmServer
+from shardwell.transport.service_client import CoordinatorClient
 from shardwell.weights import pinned_version
 from shardwell.weights import reader as reader_module
 from shardwell.weights.pinned_version import UnitReader
@@ -39,6 +40,7 @@ from shardwell_wire.errors import (
     UsageError,
     VersionGoneError,
 )
+from shardwell_wire.v1 import coordinator_pb2
 from tests.support.background_training import BackgroundTraining
 from tests.support.cluster import wait_until
 from tests.support.processes import ROOT, run_ranks
@@ -444,15 +446,42 @@ def test_answer_of_another_program_is_an_error_of_the_server(status: int, body: 
         thread.join()
 
 
-@pytest.mark.parametrize("address", ["localhost:50051", "other:1,127.0.0.1:50051", "[::1]:50051"])
-def test_command_refuses_an_address_that_other_hosts_cannot_reach(
-    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("address", "url", "expected"),
+    [
+        ("localhost:50051", "http://gpu-7:8000", "name the coordinator's host"),
+        ("other:1,127.0.0.1:50051", "http://gpu-7:8000", "name the coordinator's host"),
+        ("[::1]:50051", "http://gpu-7:8000", "name the coordinator's host"),
+        ("head:50051", "gpu-7:8000", "'gpu-7:8000' is not a URL: expected one such as http://localhost:8000"),
+    ],
+)
+def test_command_refuses_addresses_that_cannot_work(
+    address: str, url: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    urls = ["http://localhost:8000", "http://gpu-7:8000"]
+    urls = ["http://localhost:8000", url]
     monkeypatch.setattr(sys, "argv", ["vllm_server", "--run", "gpt", "--address", address, *urls])
     with pytest.raises(SystemExit):
-        vllm_server.main()
-    assert "name the coordinator's host" in capsys.readouterr().err
+        run_command(VllmServer, None)
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], r"run 'gone' does not exist; existing runs: .*"),
+        (["--token-file", "/gone"], "token file /gone cannot be read: No such file or directory"),
+        (["--address", "localhost"], "'localhost' is not an address: expected HOST:PORT, such as localhost:50051"),
+        (["--gather-dtype", "bf16"], r"attach\(gather_dtype='bf16'\): expected one of float32, bfloat16, .*"),
+    ],
+)
+def test_command_that_cannot_attach_ends_with_a_sentence(
+    cluster: shardwell.LocalCluster, options: list[str], expected: str
+) -> None:
+    arguments = ["--run", "gone", "--address", cluster.address, *options, "http://localhost:8000"]
+    command = [sys.executable, "-m", "shardwell.engines.vllm_server", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert re.fullmatch(rf"vllm_server.py: {expected}\n", ended.stderr)
 
 
 END_LIMIT_S = 60.0
@@ -463,10 +492,15 @@ END_LIMIT_S = 60.0
 def test_read_of_a_version_that_never_comes_is_ended(
     cluster: shardwell.LocalCluster, training: Training, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    group, waiting, asks = ThreadGroup(1, monkeypatch), threading.Event(), pinned_version._open
+    group, waiting, calls = ThreadGroup(1, monkeypatch), threading.Event(), CoordinatorClient.call
     group.local.rank = 0
-    monkeypatch.setattr(reader_module, "pinned_version", pinned_version.pinned_version)
-    monkeypatch.setattr(pinned_version, "_open", lambda *arguments: (waiting.set(), asks(*arguments))[1])
+
+    def call(client: CoordinatorClient, name: str, request: Any, **options: Any) -> Any:
+        if name == "DescribeWeights" and request.version == 10**6:
+            waiting.set()
+        return calls(client, name, request, **options)
+
+    monkeypatch.setattr(CoordinatorClient, "call", call)
     reader = GroupReader(lambda: shardwell.attach(cluster.address, training.run, timeout_s=600.0), group)  # type: ignore[arg-type]
     reader.update(10**6, print, "started")
     assert reader._pending is not None
@@ -478,7 +512,7 @@ def test_read_of_a_version_that_never_comes_is_ended(
         assert sorted(loaded) == ["enter.weight", "leave.bias", "norm.bias", "norm.weight"]
     else:
         getattr(reader, end)()
-    with pytest.raises(UsageError, match="the read of version 1000000 was dropped"):
+    with pytest.raises(UnavailableError):
         pending.result(END_LIMIT_S)
     reader.close()
 
@@ -491,7 +525,6 @@ class ThreadGroup:
         self.values: list[Any] = [None] * size
         monkeypatch.setattr(reader_module, "dist", self)
         monkeypatch.setattr(reader_module, "_can_map", lambda *_: False)
-        monkeypatch.setattr(reader_module, "pinned_version", lambda fake, *_, version, **__: fake.pin(version))
 
     def get_rank(self, _: object) -> int:
         return int(self.local.rank)
@@ -507,31 +540,22 @@ class ThreadGroup:
         self.barrier.wait(30)
 
 
-@dataclass
-class FakeReader:
+class FakeReader(shardwell.Reader):
     """A reader of one tensor, in a history of a run."""
 
-    rollback_count: int = 0
-    run_id: str = "a"
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        self._coordinator, self._connections, self.run, self._timeout_s = self, None, "gpt", 60.0
-        self._report = SimpleNamespace()
+    def __init__(self, *, rollback_count: int = 0, run_id: str = "a", dtype: torch.dtype = torch.float32) -> None:
+        self.rollback_count, self.run_id, self.dtype, self._timeout_s = rollback_count, run_id, dtype, 60.0
+        self._report = coordinator_pb2.ReaderReport()
 
     def newest(self) -> tuple[int, str]:
         return 5, f"{self.run_id}-{self.rollback_count}"
 
     @contextmanager
-    def pin(self, version: int) -> Iterator[Any]:
-        """Stands for ``pinned_version``."""
+    def pin(self, version: int | str | None = None, *, at_least: int = 0) -> Iterator[Any]:
         stored = SimpleNamespace(name="w", meta=torch.empty(2, dtype=self.dtype, device="meta"))
         pinned = SimpleNamespace(version=version, rollback_count=self.rollback_count, values=self.values)
         pinned.choose = lambda _: [(stored, None)]
         yield pinned
-
-    def stats(self) -> dict[str, float]:
-        return {"received_bytes": 0.0}
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "w", torch.zeros(2, dtype=self.dtype)

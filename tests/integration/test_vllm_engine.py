@@ -425,7 +425,7 @@ def follow_until_killed(call: str, is_answered: bool, arguments: list[str]) -> N
 
     engines.urlopen = open_or_die  # type: ignore[assignment]
     sys.argv = ["vllm_server", *arguments]
-    engines.vllm_server.main()
+    engines.run_command(VllmServer, None)
 
 
 def listed(address: str, token_file: str, run: str) -> list[coordinator_pb2.ReaderSummary]:

@@ -68,6 +68,8 @@ def test_public_class_names_are_unique(package: str) -> None:
 # stages and dataflow of models that people use, and inference engines that follow a run, have raised files and lines.
 MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES = 328, 96_000, 20, 20
 MAX_FILES_OF_ROOM, MAX_FLOORS_OF_ROOM = 17, 8
+MAX_LINES_OF_ADAPTER = 100
+"""What an engine needs of its own. Code that other engines could use is in the package ``shardwell.engines``."""
 
 
 def rooms() -> dict[str, dict[str, set[str]]]:
@@ -112,3 +114,10 @@ def test_source_is_small() -> None:
     }
     limits = dict(zip(found, (MAX_FILES, MAX_LINES, MAX_PROTOCOLS, MAX_EQUAL_NAMES), strict=True))
     assert {what: count for what, count in found.items() if count > limits[what]} == {}, limits
+
+
+def test_adapters_of_engines_are_small() -> None:
+    adapters = set((PACKAGES["shardwell"] / "engines").glob("*.py"))
+    lines = {path.stem: len(path.read_text().splitlines()) for path in adapters}
+    assert lines.pop("__init__") and lines.pop("live_model")  # for every engine, and for models without one
+    assert lines and {name: count for name, count in lines.items() if count > MAX_LINES_OF_ADAPTER} == {}

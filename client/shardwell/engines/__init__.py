@@ -7,8 +7,11 @@ name, and ``GroupReader`` one with several workers. ``shardwell.engines.vllm`` i
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import re
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +26,17 @@ from urllib.request import Request, urlopen
 import torch
 
 from shardwell.engines.live_model import LiveModel
-from shardwell.weights.reader import GroupReader, Reader
+from shardwell.weights.reader import GroupReader, Reader, attach
 from shardwell.weights.stored_parameters import Names
 from shardwell.weights.weight_files import Rename, listed
 from shardwell_wire.errors import DeadlineError, ShardwellError, UnavailableError, UsageError
+from shardwell_wire.host.variables import variables
 
 __all__ = ["EngineServer", "GroupReader", "LiveModel", "follow", "load_weights", "register_vllm"]
 
 logger = logging.getLogger(__name__)
+
+_LOCAL = re.compile(r"(https?://)?(localhost|127\.[\d.]+|\[::1\])([:/].*)?")
 
 
 def load_weights(
@@ -128,6 +134,35 @@ def follow(reader: Reader, servers: Sequence[EngineServer], *, pause_s: float = 
         except ShardwellError as error:
             logger.warning("the servers keep their versions: %s", error)
             stop.wait(pause_s)
+
+
+def run_command(server: Callable[[str, dict[str, Any]], EngineServer], description: str | None) -> None:
+    """Runs ``follow`` as a command, until SIGTERM or SIGINT: then it finishes the update that it has begun.
+
+    ``server`` takes a URL of the command line and the arguments of ``attach``, which the server's engine needs, too.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("servers", nargs="+", metavar="URL", help="servers, such as http://localhost:8000")
+    parser.add_argument("--address", help="coordinator (default: SHARDWELL_ADDRESS)")
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--token-file", help="file with a reader's token, here and on the servers' hosts")
+    parser.add_argument("--gather-dtype", default="float32", help="dtype in which the servers receive 32-bit weights")
+    parser.add_argument("--delta-cache-bytes", type=int, default=0, help="memory of each server's host for deltas")
+    attached = vars(parser.parse_args())
+    urls, stop = attached.pop("servers"), Event()
+    attached["address"] = attached["address"] or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
+    if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
+        parser.error(f"{wrong[0]!r} is not a URL: expected one such as http://localhost:8000")
+    if any(map(_LOCAL.fullmatch, attached["address"].split(","))) and not all(map(_LOCAL.fullmatch, urls)):
+        parser.error(f"--address {attached['address']} is not that of another host: name the coordinator's host")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        with attach(**attached) as reader:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: stop.set())
+            follow(reader, [server(url, attached) for url in urls], stop=stop)
+    except ShardwellError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
 
 
 def refuse_other_model(tensors: Mapping[str, torch.Tensor], config: Any) -> None:

@@ -8,22 +8,13 @@ Needs no vLLM in its own environment. The weights do not pass through this proce
 
 from __future__ import annotations
 
-import argparse
-import logging
-import re
-import signal
-import threading
 import time
 from contextlib import suppress
 from typing import Any
 from urllib.error import HTTPError
 
-from shardwell.engines import EngineServer, follow
-from shardwell.weights.reader import attach
+from shardwell.engines import EngineServer, run_command
 from shardwell_wire.errors import UnavailableError
-from shardwell_wire.host.variables import variables
-
-_LOCAL = re.compile(r"(https?://)?(localhost|127\.[\d.]+|\[::1\])([:/].*)?")
 
 
 class VllmServer(EngineServer):
@@ -86,27 +77,5 @@ class VllmServer(EngineServer):
             self._call("init_weight_transfer_engine", body)
 
 
-def main() -> None:
-    """Follows a run as a command, until SIGTERM or SIGINT: then it finishes the update that it has begun."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="+", metavar="URL", help="vLLM servers, such as http://localhost:8000")
-    parser.add_argument("--address", help="coordinator (default: SHARDWELL_ADDRESS)")
-    parser.add_argument("--run", required=True, help="name of the run")
-    parser.add_argument("--token-file", help="file with a reader's token, here and on the servers' hosts")
-    parser.add_argument("--gather-dtype", default="float32", help="dtype in which the servers receive 32-bit weights")
-    parser.add_argument("--delta-cache-bytes", type=int, default=0, help="memory of each server's host for deltas")
-    attached = vars(parser.parse_args())
-    urls = attached.pop("servers")
-    attached["address"] = attached["address"] or variables().get("SHARDWELL_ADDRESS") or "localhost:50051"
-    if any(map(_LOCAL.fullmatch, attached["address"].split(","))) and not all(map(_LOCAL.fullmatch, urls)):
-        parser.error(f"--address {attached['address']} is not that of another host: name the coordinator's host")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    stop = threading.Event()
-    with attach(**attached) as reader:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        follow(reader, [VllmServer(url, attached) for url in urls], stop=stop)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(VllmServer, __doc__)

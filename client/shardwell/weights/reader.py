@@ -417,25 +417,17 @@ class GroupReader:
         """Reads a version. Returns a hash of it and its history, and its tensors, or a file that others map."""
         if (reader := self._reader) is None:
             reader = self._reader = self._attach()
+        if dropped.is_set():  # while there was no reader yet that `drop` could close
+            raise UsageError(f"the read of version {version} was dropped")
 
-        def read() -> tuple[int, Tensors | IO[bytes]]:
-            if dropped.is_set():  # also if there was no reader yet that `drop` could close
-                raise UsageError(f"the read of version {version} was dropped")
-            with pinned_version(  # not `Reader.pin`, so that the check above runs before each attempt
-                reader._coordinator,
-                reader.run,
-                timeout_s=reader._timeout_s,
-                connections=reader._connections,
-                version=version,
-            ) as pinned:
-                history = f"{reader.run_id}-{pinned.rollback_count}"
-                if reader.newest()[1] != history:  # the values may be those before or after
-                    raise UnavailableError("the run was rolled back or deleted when the version was pinned")
-                number = int.from_bytes(sha256(f"{history}-{version}".encode()).digest()[:7])
-                return number, dict(pinned.values()) if self._is_alone else self._share(pinned)
+        def use(pinned: PinnedVersion) -> tuple[int, Tensors | IO[bytes]]:
+            history = f"{reader.run_id}-{pinned.rollback_count}"
+            if reader.newest()[1] != history:  # the values may be those before or after
+                raise UnavailableError("the run was rolled back or deleted when the version was pinned")
+            number = int.from_bytes(sha256(f"{history}-{version}".encode()).digest()[:7])
+            return number, dict(pinned.values()) if self._is_alone else self._share(pinned)
 
-        found = retry(read, limit_s=reader._timeout_s, sleep=dropped.wait)
-        reader._report.version, reader._report.received_bytes = version, int(reader.stats()["received_bytes"])
+        found = reader._reading(version, use)
         with suppress(ShardwellError):
             reader.newest()  # so that `shardwell readers` shows the version
         return found
