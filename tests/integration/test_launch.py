@@ -81,6 +81,7 @@ LOSE_CHECKPOINTS = """
             model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        print("step", step.number, "rank", session.global_rank, flush=True)
         time.sleep(0.02)
     session.close()
 """
@@ -146,9 +147,15 @@ def wait_for_lines(process: subprocess.Popen[str], text: str, count: int) -> Non
     pytest.fail(f"the launch ended before {text!r} appeared {count} times")
 
 
-def test_a_checkpoint_that_fails_is_a_warning_in_every_trainer(launch: Launch, script: Path, tmp_path: Path) -> None:
+def test_trainers_train_on_a_private_cluster_and_a_checkpoint_that_fails_is_a_warning_in_each(
+    launch: Launch, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TLS_CA", "TOKEN", "TOKEN_FILE"):  # of another cluster
+        monkeypatch.setenv(f"SHARDWELL_{name}", "/none")
     done = launch("--num-trainers", "2", write(script, LOSE_CHECKPOINTS, folder=str(tmp_path / "checkpoints")))
     assert done.returncode == 0, done.stderr
+    lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}
+    assert lines == {f"step {step} rank {rank}" for step in range(20) for rank in range(2)}
     for trainer in ("trainer-0", "trainer-1"):
         warnings = [line for line in done.stderr.splitlines() if trainer in line and "was not saved" in line]
         assert 1 <= len(warnings) < 5, "each cause once, not every checkpoint"
@@ -181,8 +188,8 @@ def test_run_starts_with_fewer_trainers_than_ranks(
     launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    done = launch(*NO_CLUSTER, "--num-trainers", "1", "--dp", "4", write(script, PRINT_ENVIRONMENT))
-    assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 1 1 1 1\n"
+    done = launch(*NO_CLUSTER, "--num-trainers", "1", "--dp", "4", "--tp", "2", write(script, PRINT_ENVIRONMENT))
+    assert done.stdout == "[trainer-0] 127.0.0.1:1 script trainer-0 4 2 1 1 1\n"
 
 
 def test_arguments_after_the_script_are_passed_to_it(launch: Launch, script: Path) -> None:
@@ -205,15 +212,6 @@ def test_a_module_runs_and_a_missing_script_is_named(
     with pytest.raises(SystemExit):
         main(["launch"])
     assert "the following arguments are required: script\n" in capsys.readouterr().err
-
-
-def test_tensor_parallel_ranks_that_divide_nothing_are_one_warning(
-    launch: Launch, script: Path, tmp_path: Path
-) -> None:
-    source = write(script, TRAIN, joins=str(tmp_path / "joins"), steps=2, starts=0)
-    done = launch("--num-shards", "1", "--tp", "2", source)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("but no layer of the model is divided: the 2 tensor-parallel ranks") == 1
 
 
 def test_output_of_each_trainer_is_kept_in_its_log(launch: Launch, script: Path, tmp_path: Path) -> None:
@@ -264,8 +262,8 @@ def test_number_of_restarts_is_limited(launch: Launch, script: Path) -> None:
     assert (done.returncode, done.stdout.count("start")) == (3, 3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: Path, number: signal.Signals) -> None:
+def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: Path) -> None:
+    """SIGTERM: ``test_signal_right_after_the_start_of_a_trainer_stops_it``."""
     with launched("--num-shards", "1", "--run", "r", write(script, WAIT)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[launch] starting a private cluster: a coordinator and 1 shard server\n"
@@ -275,8 +273,8 @@ def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: 
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
         assert len(below) == 4, "two trainers, a coordinator and a shard server"
-        process.send_signal(number)
-        assert process.wait(30) == 128 + number
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 128 + signal.SIGINT
         wait_gone(below)
 
 
@@ -314,17 +312,6 @@ def test_killed_launch_leaves_no_processes(script: Path, tmp_path: Path) -> None
         assert len(below) == 4
         process.kill()
         wait_gone(below)
-
-
-def test_trainers_train_together_on_a_private_cluster(
-    launch: Launch, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TLS_CA", "TOKEN", "TOKEN_FILE"):  # of another cluster
-        monkeypatch.setenv(f"SHARDWELL_{name}", "/none")
-    done = launch(write(script, TRAIN, steps=3, joins=str(script) + ".joins", starts=2))
-    assert done.returncode == 0, done.stderr
-    lines = {line.partition("] ")[2] for line in done.stdout.splitlines()}
-    assert lines == {f"step {step} rank {rank}" for step in range(3) for rank in range(2)}
 
 
 @pytest.mark.long  # test_dead_trainer_is_restarted, and tests/faults/test_rejoin.py
@@ -365,10 +352,14 @@ def test_invalid_launch_arguments_are_explained(launch: Launch) -> None:
     assert (done.returncode, done.stderr) == (1, "shardwell launch: no such script: absent.py\n")
 
 
-def test_dead_coordinator_ends_the_launch_and_its_log_is_printed(script: Path) -> None:
+def test_trainers_outlive_a_shard_server_and_a_dead_coordinator_ends_the_launch(script: Path) -> None:
+    """The logs of both are printed."""
     with launched("--num-shards", "1", write(script, WAIT)) as process:
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
+        next(child for child in below if "shard" in child.cmdline()).kill()
+        wait_for_lines(process, "[launch] shard-0 ended by SIGKILL. The end of its log:", 1)
+        assert sum("script.py" in " ".join(child.cmdline()) for child in below if child.is_running()) == 2
         coordinator = next(child for child in below if "coordinator" in child.cmdline())
         coordinator.kill()
         assert process.stdout is not None
@@ -376,12 +367,3 @@ def test_dead_coordinator_ends_the_launch_and_its_log_is_printed(script: Path) -
         assert process.wait(20) == 1
         assert "[launch] coordinator ended by SIGKILL. The end of its log:\n    " in output
         wait_gone(below)
-
-
-def test_dead_shard_server_is_reported_and_trainers_continue(script: Path) -> None:
-    with launched("--num-shards", "1", write(script, WAIT)) as process:
-        wait_for_lines(process, "waiting", 2)
-        below = descendants(process.pid)
-        next(child for child in below if "shard" in child.cmdline()).kill()
-        wait_for_lines(process, "[launch] shard-0 ended by SIGKILL. The end of its log:", 1)
-        assert sum("script.py" in " ".join(child.cmdline()) for child in below if child.is_running()) == 2

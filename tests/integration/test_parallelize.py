@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +163,30 @@ def refused_worker(rank: int, address: str, run: str) -> None:
 
 def test_parallelize_refuses_what_cannot_work_before_a_step(cluster: shardwell.LocalCluster) -> None:
     run_ranks(refused_worker, cluster.address, uuid.uuid4().hex)
+
+
+def undivided_worker(rank: int, address: str, run: str, folder: Path) -> None:
+    """Trains a model of which both ranks compute the same, and notes the warnings of this rank."""
+    logging.getLogger().addHandler(handler := logging.FileHandler(folder / str(rank)))
+    with shardwell.join(address, run=run, world=shardwell.World(tp=2), global_rank=rank, host="here") as session:
+        model = nn.Linear(3, 1)
+        shardwell.fully_shard(model, session)
+        optimizer = shardwell.optim.SGD(model.parameters(), lr=0.1)
+        for step in session.steps(2):
+            for x in step.batches(lambda step, dp_rank: torch.full((2, 3), float(step))):
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    handler.close()
+    gloo.leave()
+
+
+def test_tensor_parallel_ranks_that_divide_nothing_are_one_warning(
+    cluster: shardwell.LocalCluster, tmp_path: Path
+) -> None:
+    run_ranks(undivided_worker, cluster.address, uuid.uuid4().hex, tmp_path)
+    logged = "".join((tmp_path / str(rank)).read_text() for rank in range(2))
+    assert logged.count("but no layer of the model is divided: the 2 tensor-parallel ranks") == 1
 
 
 class HeadFirst(nn.Module):

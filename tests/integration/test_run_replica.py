@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import uuid
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -89,6 +90,15 @@ class Cycle:
         self.itself = self
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Takes back for one test that the collections of this process skip the imported modules."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_collections_skip_what_existed_before() -> None:
     former, garbage = Cycle(), weakref.ref(Cycle())
     released = weakref.ref(former)

@@ -17,8 +17,8 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster_with_short_leases() -> Iterator[shardwell.LocalCluster]:
-    """A coordinator and three shard servers, for tests that kill trainers."""
+    """A coordinator and three shard servers, for tests that kill trainers. Its many heartbeats end with these tests."""
     with shardwell.LocalCluster(num_shards=3, min_shard_bytes=4096, lease_s=2.5) as running:
         yield running
