@@ -620,6 +620,13 @@ def test_read_that_is_dropped_while_its_reader_attaches_is_ended(alone: Any, mon
     assert loaded == ["w"] and group_reader._reader is reader  # the next read uses it
 
 
+def test_version_that_was_pinned_during_a_rollback_is_read_again(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    histories, loaded = iter(["a-1", "a-0", "a-0"]), list[str]()  # at both pins, and at the end
+    monkeypatch.setattr(FakeReader, "newest", lambda _: (5, next(histories)))
+    alone(FakeReader()).update(5, loaded.extend)
+    assert loaded == ["w"] and next(histories, None) is None
+
+
 def test_closed_group_reader_is_not_used(alone: Any) -> None:
     group_reader = alone(FakeReader())
     group_reader.close()
