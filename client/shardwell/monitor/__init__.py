@@ -13,15 +13,9 @@ if TYPE_CHECKING:
     from shardwell.session.memory_report import MemoryReport, UnitMemory, local_ratio, num_parameters
 
 __all__ = [
-    "Bottleneck",
-    "MemoryReport",
-    "PerformanceReport",
-    "Severity",
-    "StepPart",
-    "UnitMemory",
-    "local_ratio",
+    "Bottleneck", "MemoryReport", "PerformanceReport", "Severity", "StepPart", "UnitMemory", "local_ratio",
     "num_parameters",
-]
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
     __getattr__, __dir__ = import_on_use(

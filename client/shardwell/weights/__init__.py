@@ -20,17 +20,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "CheckpointReader",
-    "TensorSlice",
-    "checkpoint_to_dcp",
-    "dcp_to_checkpoint",
-    "iter_full_state_dict",
-    "join_state_dicts",
-    "open_checkpoint",
-    "save_dcp",
-    "sharded_state_dict",
-    "weights_digest",
-]
+    "CheckpointReader", "TensorSlice", "checkpoint_to_dcp", "dcp_to_checkpoint", "iter_full_state_dict",
+    "join_state_dicts", "open_checkpoint", "save_dcp", "sharded_state_dict", "weights_digest",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
     __getattr__, __dir__ = import_on_use(

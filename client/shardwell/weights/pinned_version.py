@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -108,35 +108,31 @@ class UnitReader:
             Function that waits for the unit's flat vector with padding, as uint8 on the CPU, and raises as
             ``RunConnections``. [size_bytes]
         """
-        flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read
-        finish = self._of_shards(
-            unit, flat, lambda shard, to: read(unit.layout, shard, self.version, to, ranges, timeout_s=self.timeout_s)
-        )
-        return lambda: (finish(), flat)[1]
+        flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
+        wait = self._begin(unit, flat, partial(self.connections.read, ranges=ranges))
+        return lambda: (wait(), flat)[1]
 
     def changes(self, unit: PlacedUnit, since: Since | None) -> Callable[[], UnitChanges]:
         """Begins to read what has changed in a unit since a version, or the whole unit, as ``read``."""
         if since is None:
             whole = self.read(unit)
             return lambda: UnitChanges(unit, whole(), [(0, unit.layout.size_bytes, None)])
-        flat, read = torch.empty(unit.layout.size_bytes, dtype=torch.uint8), self.connections.read_changes
-        finish = self._of_shards(
-            unit, flat, lambda shard, to: read(unit.layout, shard, self.version, since, to, timeout_s=self.timeout_s)
-        )
-        return lambda: UnitChanges(
-            unit, flat, [(shard.start_bytes, shard.stop_bytes, each) for shard, each in finish()]
-        )
+        flat = torch.empty(unit.layout.size_bytes, dtype=torch.uint8)
+        wait = self._begin(unit, flat, partial(self.connections.read_changes, since=since))
+        return lambda: UnitChanges(unit, flat, wait())
 
-    def _of_shards(
-        self, unit: PlacedUnit, flat: torch.Tensor, read: Callable[[common_pb2.ShardRange, memoryview], Result]
-    ) -> Callable[[], list[tuple[common_pb2.ShardRange, Result]]]:
+    def _begin(
+        self, unit: PlacedUnit, flat: torch.Tensor, read: Callable[..., Result]
+    ) -> Callable[[], list[tuple[int, int, Result]]]:
         """Begins to read all shards of a unit concurrently, each into its range of the flat vector."""
-        wanted = [shard for shard in unit.shards if shard.stop_bytes > shard.start_bytes]
-        reads = []
-        for shard in wanted:
-            target = memory_at(flat.data_ptr() + shard.start_bytes, shard.stop_bytes - shard.start_bytes, flat)
-            reads.append(self._pool.submit(read, shard, target))
-        return lambda: [(shard, each.result()) for shard, each in zip(wanted, reads, strict=True)]
+        reads = list[tuple[int, int, Future[Result]]]()
+        read = partial(read, version=self.version, timeout_s=self.timeout_s)
+        for shard in unit.shards:
+            if size_bytes := shard.stop_bytes - shard.start_bytes:
+                target = memory_at(flat.data_ptr() + shard.start_bytes, size_bytes, flat)
+                begun = self._pool.submit(read, unit.layout, shard, target)
+                reads.append((shard.start_bytes, shard.stop_bytes, begun))
+        return lambda: [(start, stop, each.result()) for start, stop, each in reads]
 
 
 class PinnedVersion:
@@ -304,9 +300,8 @@ class PinnedVersion:
             def begin(unit: PlacedUnit) -> Callable[[], UnitChanges | None]:
                 if self.changed_at(unit) <= version:
                     return lambda: None
-                return reader.changes(
-                    unit, None if is_gone and unit.layout.holds_buffers else Since(version, has_values)
-                )
+                is_whole = is_gone and unit.layout.holds_buffers
+                return reader.changes(unit, None if is_whole else Since(version, has_values))
 
             try:
                 for stored, region, changes in _with_units(chosen, begin):
@@ -623,10 +618,10 @@ class RunConnections:
         self,
         layout: UnitLayout,
         shard: common_pb2.ShardRange,
-        version: int,
         target: memoryview,
-        ranges: Ranges | None = None,
         *,
+        version: int,
+        ranges: Ranges | None = None,
         timeout_s: float,
     ) -> None:
         """Reads one version of a shard: from shared memory while it is the newest, otherwise as a stream.
@@ -634,8 +629,8 @@ class RunConnections:
         Args:
             layout: Layout of the shard's unit.
             shard: The shard and its owner.
-            version: The version. Waited for until it exists.
             target: Receives the shard, padding included. [stop_bytes - start_bytes]
+            version: The version. Waited for until it exists.
             ranges: Ranges of the flat vector that are needed. The whole shard is read if that sends less. None: all.
             timeout_s: Deadline in seconds.
 
@@ -665,10 +660,10 @@ class RunConnections:
         self,
         layout: UnitLayout,
         shard: common_pb2.ShardRange,
-        version: int,
-        since: Since,
         target: memoryview,
         *,
+        version: int,
+        since: Since,
         timeout_s: float,
     ) -> ShardChanges | None:
         """Reads what has changed in a shard since a version; raises as ``read``.

@@ -12,12 +12,7 @@ if TYPE_CHECKING:
     from shardwell.wrapping.experts import merge_experts, split_experts
     from shardwell.wrapping.tiled_linear import TiledLinear
 
-__all__ = [
-    "ActivationOffload",
-    "TiledLinear",
-    "merge_experts",
-    "split_experts",
-]
+__all__ = ["ActivationOffload", "TiledLinear", "merge_experts", "split_experts"]
 
 if not TYPE_CHECKING:  # a type checker would take any name for a public one
     __getattr__, __dir__ = import_on_use(
