@@ -27,17 +27,7 @@ from shardwell_wire.errors import UsageError
 from shardwell_wire.model.layout import Segment, UnitLayout
 from shardwell_wire.v1 import initialization_pb2
 
-__all__ = [
-    "Draw",
-    "constant",
-    "default_rule",
-    "drawn",
-    "normal",
-    "ones",
-    "trunc_normal",
-    "uniform",
-    "zeros",
-]
+__all__ = ["Draw", "constant", "default_rule", "drawn", "normal", "ones", "trunc_normal", "uniform", "zeros"]
 
 
 @dataclass(frozen=True)

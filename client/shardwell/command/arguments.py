@@ -39,13 +39,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_command(
-    subparsers: Subparsers,
-    name: str,
-    help_line: str,
-    handler: Handler,
-    *,
-    description: str,
-    epilog: str = "",
+    subparsers: Subparsers, name: str, help_line: str, handler: Handler, *, description: str, epilog: str = ""
 ) -> argparse.ArgumentParser:
     """Adds a subcommand, whose texts keep their line breaks; returns its parser.
 

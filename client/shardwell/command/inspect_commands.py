@@ -33,10 +33,7 @@ from shardwell_wire.model.names import nearest
 from shardwell_wire.model.topology import World
 from shardwell_wire.v1 import coordinator_pb2, shard_pb2
 
-_SOURCES = {
-    "value": shard_pb2.PEEK_SOURCE_PARAMETER,
-    "gradient": shard_pb2.PEEK_SOURCE_GRADIENT,
-}
+_SOURCES = {"value": shard_pb2.PEEK_SOURCE_PARAMETER, "gradient": shard_pb2.PEEK_SOURCE_GRADIENT}
 
 _Handler = Callable[[argparse.Namespace, CoordinatorClient], Answer | Iterator[Answer]]
 _Argument = tuple[str, dict[str, Any]]
@@ -278,10 +275,7 @@ def _argument(name: str, **options: Any) -> _Argument:
 
 
 _RUN = _argument("run", metavar="RUN", help="name of the run")
-_TOP = (
-    _RUN,
-    _argument("--once", dest="watch", action="store_const", const=None, help="print one view, and end"),
-)
+_TOP = (_RUN, _argument("--once", dest="watch", action="store_const", const=None, help="print one view, and end"))
 _WORLD = (
     _argument("run", metavar="RUN", nargs="?", help="name of a run"),
     *(
@@ -395,12 +389,7 @@ _COMMANDS = (
         _PEEK,
     ),
     _Command(
-        "delete-run",
-        "end a run and free its memory",
-        "shardwell delete-run gpt",
-        _delete_run,
-        _DELETE,
-        can_watch=False,
+        "delete-run", "end a run and free its memory", "shardwell delete-run gpt", _delete_run, _DELETE, can_watch=False
     ),
     _Command(
         "forget-server",
@@ -420,16 +409,7 @@ chrome://tracing. The trainers report at most 8 steps, every few seconds.
 The durations of the parts are measured, their order within a step is not: the file has them one after another. The
 times are those of each trainer's host.
 """
-_PARTS = (
-    "between_steps",
-    "data",
-    "gather_wait",
-    "update_wait",
-    "compute",
-    "pipeline_bubble",
-    "push",
-    "finish_wait",
-)
+_PARTS = ("between_steps", "data", "gather_wait", "update_wait", "compute", "pipeline_bubble", "push", "finish_wait")
 """The order in which parts are shown. Others follow."""
 _US = 1e6
 
@@ -446,12 +426,7 @@ def _add_trace(subparsers: Subparsers) -> None:
     parser.add_argument("run", metavar="RUN", help="name of the run")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="last steps of each trainer (default: 5)")
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=Path("trace.json"),
-        metavar="FILE",
-        help="file to write (trace.json)",
+        "-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="file to write (trace.json)"
     )
     add_coordinator_arguments(parser, timeout_s=10.0)
 

@@ -38,11 +38,7 @@ On a host with other users, who can see the arguments of every program with `ps`
   export HEADER="$(shardwell token)"
   grpcurl -plaintext -expand-headers -H '${HEADER}' localhost:50051 shardwell_wire.v1.CoordinatorService/ListRuns
 """
-_ROLES = {
-    Role.READER: "read one run",
-    Role.TRAINER: "join one run",
-    Role.OPERATOR: "read, change and delete all runs",
-}
+_ROLES = {Role.READER: "read one run", Role.TRAINER: "join one run", Role.OPERATOR: "read, change and delete all runs"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

@@ -373,11 +373,7 @@ class ShardedModule(nn.Module):
             unit.settings.reshard_after_forward = reshard_after_forward
 
     def set_sharding_strategy(
-        self,
-        strategy: ShardingStrategy | None,
-        recurse: bool = True,
-        *,
-        replica: ReplicaOptions | None = None,
+        self, strategy: ShardingStrategy | None, recurse: bool = True, *, replica: ReplicaOptions | None = None
     ) -> None:
         """Changes how long weights stay in this trainer. Call it between steps. Results stay bit-identical.
 

@@ -488,9 +488,7 @@ def _initialize_unit(
 
 
 @contextmanager
-def _whole_parameters(
-    entries: Sequence[FoundParameter],
-) -> Iterator[list[tuple[FoundParameter, nn.Parameter]]]:
+def _whole_parameters(entries: Sequence[FoundParameter]) -> Iterator[list[tuple[FoundParameter, nn.Parameter]]]:
     """Replaces parameters in their modules by plain ones of the whole shape while the block runs; yields both.
 
     An init function then draws the same values for every grid, and finds memory for all parameters of its module.

@@ -203,12 +203,7 @@ class ResidencyPolicy(Generic[UnitT]):
     """
 
     def __init__(
-        self,
-        memory: VectorMemory,
-        *,
-        prefetch_bytes: int,
-        keep_bytes: int | None,
-        backward_prefetch: BackwardPrefetch,
+        self, memory: VectorMemory, *, prefetch_bytes: int, keep_bytes: int | None, backward_prefetch: BackwardPrefetch
     ) -> None:
         self.prefetch_bytes, self.keep_bytes, self.backward_prefetch = prefetch_bytes, keep_bytes, backward_prefetch
         self.order: UsageOrder[UnitT] = UsageOrder()

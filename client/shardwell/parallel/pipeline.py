@@ -417,11 +417,7 @@ class _ForwardSchedule(schedules._PipelineScheduleRuntime):
         try:
             self._loss_fn = None if target is None else loss_fn
             self.step(
-                *inputs,
-                target=target,
-                losses=None if target is None else losses,
-                return_outputs=False,
-                **keywords,
+                *inputs, target=target, losses=None if target is None else losses, return_outputs=False, **keywords
             )
         finally:
             self._loss_fn = loss_fn

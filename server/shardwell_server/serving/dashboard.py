@@ -39,14 +39,7 @@ from shardwell_server.serving import limits
 from shardwell_server.serving.authorization import CALLER
 from shardwell_server.serving.call_server import Admit
 from shardwell_server.serving.limits import RequestLimits
-from shardwell_server.serving.rpc import (
-    CallContext,
-    StreamingRpc,
-    UnaryRpc,
-    reported_error,
-    streaming_rpcs,
-    unary_rpcs,
-)
+from shardwell_server.serving.rpc import CallContext, StreamingRpc, UnaryRpc, reported_error, streaming_rpcs, unary_rpcs
 from shardwell_wire.errors import AccessError, InvalidRequestError, NotFoundError, UnauthenticatedError, wire_message
 from shardwell_wire.security.credentials import token_in
 from shardwell_wire.security.tls import Tls

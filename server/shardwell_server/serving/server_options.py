@@ -86,11 +86,7 @@ def add_common_options(parser: argparse.ArgumentParser, *, listen: str) -> None:
     """
     add_option(parser, "--listen", "address to listen on; port 0: a free port", listen, metavar="HOST:PORT")
     add_option(
-        parser,
-        "--advertise",
-        "host by which clients reach this server",
-        shown="the host of --listen",
-        metavar="HOST",
+        parser, "--advertise", "host by which clients reach this server", shown="the host of --listen", metavar="HOST"
     )
     add_option(
         parser,

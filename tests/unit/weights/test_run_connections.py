@@ -66,7 +66,7 @@ def shard(incarnation: str, address: str = "host:1") -> ShardRange:
 def used_connection(connections: RunConnections, owner: ShardRange) -> int:
     """Returns the number of the connection over which a shard is read."""
     target = bytearray(16)
-    connections.read(LAYOUT, owner, 0, memoryview(target), timeout_s=1.0)
+    connections.read(LAYOUT, owner, memoryview(target), version=0, timeout_s=1.0)
     return target[0]
 
 

@@ -207,9 +207,7 @@ class Registration:
         logger.info("registered with the coordinator at %s as %r", self._coordinator, self._server_id)
 
     def _keep_serving(
-        self,
-        sent_s: float,
-        response: coordinator_pb2.RegisterServerResponse | coordinator_pb2.HeartbeatServerResponse,
+        self, sent_s: float, response: coordinator_pb2.RegisterServerResponse | coordinator_pb2.HeartbeatServerResponse
     ) -> None:
         """Renews the lease under which trainers are served, after the shards are retired that have moved meanwhile.
 
@@ -356,9 +354,7 @@ class Registration:
         return response
 
     def _check_proof(
-        self,
-        nonce: bytes,
-        response: coordinator_pb2.RegisterServerResponse | coordinator_pb2.HeartbeatServerResponse,
+        self, nonce: bytes, response: coordinator_pb2.RegisterServerResponse | coordinator_pb2.HeartbeatServerResponse
     ) -> None:
         """Raises AccessError unless an answer comes from a process with the cluster's key.
 

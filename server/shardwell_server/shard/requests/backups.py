@@ -25,13 +25,7 @@ from shardwell_server.shard.unit.partitions import StagedPartition
 from shardwell_server.shard.unit.portable_state import begin_import, export, finish_import, read_content
 from shardwell_server.shard.unit.unit_shard import Backup, ReceivedStep, StepUpdate, UnitShard
 from shardwell_wire import fault_points
-from shardwell_wire.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    ShardwellError,
-    StaleEpochError,
-    StepStateError,
-)
+from shardwell_wire.errors import InvalidRequestError, NotFoundError, ShardwellError, StaleEpochError, StepStateError
 from shardwell_wire.host.shared_memory import file_size, open_in_folder, opened, server_folder
 from shardwell_wire.v1 import shard_pb2
 
@@ -160,10 +154,7 @@ async def receive_step(
 
 
 def open_step(
-    run: HostedRun,
-    shard: UnitShard,
-    content: shard_pb2.ReplicateStepHeader | shard_pb2.BackupToConfirm,
-    step: int,
+    run: HostedRun, shard: UnitShard, content: shard_pb2.ReplicateStepHeader | shard_pb2.BackupToConfirm, step: int
 ) -> ReceivedStep:
     """Returns what has arrived of a generation. A new generation drops what was received earlier.
 
@@ -228,11 +219,7 @@ async def confirm(store: ShardStore, request: shard_pb2.ConfirmBackupsRequest) -
 
 
 async def _confirm(
-    store: ShardStore,
-    run: HostedRun,
-    step: int,
-    item: shard_pb2.BackupToConfirm,
-    update: StepUpdate | None,
+    store: ShardStore, run: HostedRun, step: int, item: shard_pb2.BackupToConfirm, update: StepUpdate | None
 ) -> None:
     shard = find_backup(run, item.target)
     async with shard.unchanging:
@@ -350,11 +337,7 @@ def _allocate_partitions(
     return [piece for _, partition in staged for piece in partition.memory], accept
 
 
-_ALLOCATE = {
-    _GRADIENT: _allocate_gradient,
-    _CONTRIBUTIONS: _allocate_contributions,
-    _PARTITIONS: _allocate_partitions,
-}
+_ALLOCATE = {_GRADIENT: _allocate_gradient, _CONTRIBUTIONS: _allocate_contributions, _PARTITIONS: _allocate_partitions}
 
 
 # ---- roles ----

@@ -156,10 +156,7 @@ class Replicator:
     # ---- steps ----
 
     async def bring_all(
-        self,
-        run: HostedRun,
-        step: int,
-        optimizer: common_pb2.OptimizerStep | None,
+        self, run: HostedRun, step: int, optimizer: common_pb2.OptimizerStep | None
     ) -> tuple[list[shard_pb2.BackupStatus], list[shard_pb2.BackupStatus]]:
         """Brings all backups of a run to a prepared step. Raises nothing.
 
@@ -252,12 +249,7 @@ class Replicator:
                 self._fail(shard, backup, StepStateError(reason))
 
     async def _send_missing(
-        self,
-        run: HostedRun,
-        step: int,
-        shard: UnitShard,
-        backup: Backup,
-        optimizer: common_pb2.OptimizerStep | None,
+        self, run: HostedRun, step: int, shard: UnitShard, backup: Backup, optimizer: common_pb2.OptimizerStep | None
     ) -> None:
         """Sends what a backup lacks of a step, and records a failure. Raises nothing but CancelledError."""
         async with backup.lock:
@@ -331,10 +323,7 @@ class Replicator:
     ) -> None:
         generation = shard.partitions.generation
         header = shard_pb2.ReplicateStepHeader(
-            context=self._context(run, step),
-            target=self._target(shard, backup),
-            generation=generation,
-            content=content,
+            context=self._context(run, step), target=self._target(shard, backup), generation=generation, content=content
         )
         pieces = write_step(shard, header, optimizer)
         size_bytes = sum(len(piece) for piece in pieces)

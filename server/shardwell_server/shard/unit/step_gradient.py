@@ -136,10 +136,7 @@ class StepGradient:
         return self.twins if copy and not chosen else self.contributions
 
     async def add_part(
-        self,
-        header: shard_pb2.ReduceScatterHeader,
-        memory: ContributionMemory,
-        checksum: int | None,
+        self, header: shard_pb2.ReduceScatterHeader, memory: ContributionMemory, checksum: int | None
     ) -> None:
         """Adds the next part of a contribution, and discards the mean. Runs in ``HostedRun.exclusively``.
 

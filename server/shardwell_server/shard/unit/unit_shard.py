@@ -103,11 +103,7 @@ class UnitShard:
     """
 
     def __init__(
-        self,
-        spec: ShardSpec,
-        memory: Memory,
-        role: Role = Role.PRIMARY,
-        files: ShardFiles | None = None,
+        self, spec: ShardSpec, memory: Memory, role: Role = Role.PRIMARY, files: ShardFiles | None = None
     ) -> None:
         self.spec, self.role, self.memory, self._files = spec, role, memory, files
         self.run, self.layout, self.index, self.dp = spec.run, spec.layout, spec.index, spec.dp
