@@ -23,7 +23,7 @@ def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def pinned_digest(pinned: PinnedVersion) -> str:
-    """Returns the digest of a pinned version. Reads all of it, one unit at a time. Raises as ``PinnedVersion.values``.
+    """Returns the digest of a pinned version. Reads all of it as ``PinnedVersion.values``, and raises as it does.
 
     A tied parameter counts under each of its names, as in ``full_state_dict``.
     """

@@ -184,7 +184,7 @@ class Reader:
     def digest(self, version: int | str | None = None) -> str:
         """Returns the digest of a version, as ``weights_digest`` does for tensors with the names of the model.
 
-        Reads the whole version, one unit at a time. Raises as ``pin``.
+        Reads the whole version, and holds two units at a time. Raises as ``pin``.
 
         Args:
             version: The version or the name of a published one. Default: the newest.
