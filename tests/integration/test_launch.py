@@ -262,8 +262,8 @@ def test_number_of_restarts_is_limited(launch: Launch, script: Path) -> None:
     assert (done.returncode, done.stdout.count("start")) == (3, 3)
 
 
-def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: Path) -> None:
-    """SIGTERM: ``test_signal_right_after_the_start_of_a_trainer_stops_it``."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: Path, number: signal.Signals) -> None:
     with launched("--num-shards", "1", "--run", "r", write(script, WAIT)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[launch] starting a private cluster: a coordinator and 1 shard server\n"
@@ -273,8 +273,8 @@ def test_launch_prints_its_plan_and_a_signal_stops_trainers_and_servers(script: 
         wait_for_lines(process, "waiting", 2)
         below = descendants(process.pid)
         assert len(below) == 4, "two trainers, a coordinator and a shard server"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 128 + signal.SIGINT
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
         wait_gone(below)
 
 
