@@ -479,7 +479,7 @@ def test_command_that_cannot_attach_ends_with_a_sentence(
 ) -> None:
     arguments = ["--run", "gone", "--address", cluster.address, *options, "http://localhost:8000"]
     command = [sys.executable, "-m", "shardwell.engines.vllm_server", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert re.fullmatch(rf"vllm_server.py: {expected}\n", ended.stderr)
 
@@ -621,7 +621,7 @@ def test_read_that_is_dropped_while_its_reader_attaches_is_ended(alone: Any, mon
 
 
 def test_version_that_was_pinned_during_a_rollback_is_read_again(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    histories, loaded = iter(["a-1", "a-0", "a-0"]), list[str]()  # at both pins, and at the end
+    histories, loaded = iter(["a-1", "a-0", "a-0"]), list[str]()  # after each pin, and at the end
     monkeypatch.setattr(FakeReader, "newest", lambda _: (5, next(histories)))
     alone(FakeReader()).update(5, loaded.extend)
     assert loaded == ["w"] and next(histories, None) is None

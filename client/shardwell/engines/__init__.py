@@ -137,9 +137,11 @@ def follow(reader: Reader, servers: Sequence[EngineServer], *, pause_s: float = 
 
 
 def run_command(server: Callable[[str, dict[str, Any]], EngineServer], description: str | None) -> None:
-    """Runs ``follow`` as a command, until SIGTERM or SIGINT: then it finishes the update that it has begun.
+    """Runs ``follow`` as a command. After SIGTERM or SIGINT, it finishes the update that it has begun, and ends.
 
-    ``server`` takes a URL of the command line and the arguments of ``attach``, which the server's engine needs, too.
+    Args:
+        server: Called with each URL of the command line, and the arguments with which an engine attaches.
+        description: Text of ``--help``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("servers", nargs="+", metavar="URL", help="servers, such as http://localhost:8000")

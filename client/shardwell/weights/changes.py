@@ -146,7 +146,7 @@ def _checksum(former: torch.Tensor, elements: torch.Tensor, values: torch.Tensor
     """Returns the XXH3-64 of a vector after a change. Copies a block at a time: new memory costs more than the copies.
 
     Args:
-        former: The vector before the change, on any device, in any floating-point dtype.
+        former: The vector before the change. It has any device and any floating-point dtype.
         elements: Rising indices of the changed elements.
         values: The new values, in the dtype of the result.
     """

@@ -124,7 +124,7 @@ class UnitReader:
     def _begin(
         self, unit: PlacedUnit, flat: torch.Tensor, read: Callable[..., Result]
     ) -> Callable[[], list[tuple[int, int, Result]]]:
-        """Begins to read all shards of a unit concurrently, each into its range of the flat vector."""
+        """Starts concurrent reads of a unit's shards into the flat vector. The function it returns waits for them."""
         reads = list[tuple[int, int, Future[Result]]]()
         read = partial(read, version=self.version, timeout_s=self.timeout_s)
         for shard in unit.shards:

@@ -33,8 +33,8 @@ class VersionChanges:
     """Changes between versions of one shard. Used on the event loop.
 
     Keeps the changes of ``_MAX_PAIRS`` pairs, and at most three quarters of the shard. Drops changes that no
-    client has read between two updates, or whose memory other requests need. Keeps the newest encoding in the same way:
-    most readers ask for the changes from it to the next version.
+    client has read between two updates. Drops all changes if other requests need the memory. Also keeps the newest
+    encoding, and drops it with the changes: most readers ask for what has changed since that version.
 
     Args:
         layout: The shard's unit.
