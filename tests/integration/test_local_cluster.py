@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,8 +21,12 @@ from tests.support.cluster import small_run, wait_gone, wait_until
 from tests.support.forked_servers import started_servers
 
 OWNER = """
-import shardwell, sys
-with shardwell.LocalCluster(num_shards=2) as cluster:
+import contextlib, shardwell, sys
+from tests.support.cluster import small_run
+with contextlib.ExitStack() as stack:
+    cluster = stack.enter_context(shardwell.LocalCluster(num_shards=2, min_shard_bytes=1))
+    if "with_run" in sys.argv:
+        stack.enter_context(small_run(cluster.address, "kept"))
     print(cluster.coordinator.pid, *(shard.pid for shard in cluster.shards), flush=True)
     sys.stdin.read()
 """
@@ -148,23 +153,55 @@ def shm_folder_of(server: psutil.Process) -> Path:
     return lock.parent
 
 
+def start_owner(tmp_path: Path, *arguments: str) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    """Returns a process that runs ``OWNER``, and its coordinator and shard servers."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", OWNER, *arguments]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert owner.stdout is not None
+    servers = [psutil.Process(int(word)) for word in owner.stdout.readline().split()]
+    assert len(servers) == 3
+    return owner, servers
+
+
+def wait_all_gone(tmp_path: Path) -> None:
+    """Waits for the end of all processes of ``start_owner``, and of the servers that the owner started again."""
+
+    def has_ended(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):  # a zombie has no environment
+            return process.environ().get("TMPDIR") != str(tmp_path)
+        return True
+
+    wait_until(lambda: all(has_ended(process) for process in psutil.process_iter()), "the end of the cluster")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_and_no_file_remains_when_owner_and_server_are_killed(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
-    assert owner.stdout is not None
-    servers = [psutil.Process(int(word)) for word in owner.stdout.readline().split()]
-    assert len(servers) == 3
+    owner, servers = start_owner(tmp_path)
     folders = [shm_folder_of(server) for server in servers[1:]]
     assert len(set(folders)) == 2
     assert os.listdir(tmp_path)
     servers[1].kill()
     owner.send_signal(number)
     owner.communicate()
-    wait_gone(servers)
+    wait_all_gone(tmp_path)
     assert not any(folder.exists() for folder in folders)
     assert os.listdir(tmp_path) == []
+
+
+def test_server_that_was_starting_again_removes_its_folder_when_all_others_are_killed(tmp_path: Path) -> None:
+    owner, servers = start_owner(tmp_path, "with_run")
+    folder = shm_folder_of(servers[1])
+    assert list(folder.glob("*.shard"))
+    servers[1].kill()
+    children = psutil.Process(owner.pid).children
+    wait_until(
+        lambda: len({child.pid for child in children()} - {server.pid for server in servers}) == 1, "a new process"
+    )
+    for process in (owner, servers[0], servers[2]):
+        process.kill()
+    owner.communicate()
+    wait_all_gone(tmp_path)
+    assert not folder.exists()

@@ -20,7 +20,7 @@ from shardwell.find_credentials import PublishedCredentials
 from shardwell_wire import fault_points
 from shardwell_wire.checkpoints.storage import ROOT_VARIABLE
 from shardwell_wire.errors import UnavailableError, UsageError
-from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, TemporaryFolder, remove_folders
+from shardwell_wire.host.server_folders import DEFAULT_DIRECTORY, TemporaryFolder, own_identity, remove_folders
 from shardwell_wire.host.shared_memory import open_file, opened
 from shardwell_wire.host.variables import variables
 from shardwell_wire.security.credentials import Credentials, new_key
@@ -189,6 +189,7 @@ class LocalCluster:
         self.coordinator.wait_ready(deadline)
         for name in (f"shard-{index}" for index in range(self._num_shards)):
             arguments = ["shard", *common, "--id", name, "--coordinator", self.address, *self._shard_options]
+            arguments += ["--supervisor", own_identity()]  # its parent, unless this process ends while it starts
             self._started.append(ServerProcess(name, arguments, log_dir / f"{name}.log"))
         self.shards = tuple(self._started[1:])
         for shard in self.shards:
