@@ -93,11 +93,12 @@ def test_changes_are_computed_once_and_are_exact(one: OneUnit, made: list[int]) 
         found = ShardChanges.decode(spans, smaller, len(stream), "u", has_differences=True)
         former, assert_equal = torch.frombuffer(bytearray(base), dtype=torch.bfloat16), torch.testing.assert_close
         for span in spans:
-            elements, values = changes.of(span)
-            own = former[span.start // 2 : span.stop // 2][elements]
-            assert found.of(span)[0].equal(elements)
+            expected, resolved = changes.of(span), found.of(span)
+            own = former[span.start // 2 : span.stop // 2][expected.elements]
+            assert resolved.elements.equal(expected.elements)
             for _ in range(2):
-                assert_equal(found.resolve(span, own), values, rtol=0, atol=0)
+                resolved.resolve(own)
+                assert_equal(resolved.values, expected.values, rtol=0, atol=0)
     assert len(made) == 8
     one.server.evaluate(one.server.store.memory.unreserved.evict)
     assert not one.shard.changes._kept

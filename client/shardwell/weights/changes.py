@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import xxhash
 
-from shardwell.weights.stored_parameters import PlacedUnit, StoredParameter, StoredPart
+from shardwell.weights.stored_parameters import PlacedUnit, StoredParameter
 from shardwell_wire.encoding.chunk_streams import memory_at
-from shardwell_wire.encoding.shard_changes import ShardChanges
+from shardwell_wire.encoding.shard_changes import ShardChanges, SpanChanges
 from shardwell_wire.errors import CorruptDataError
 from shardwell_wire.model.layout import Box, Segment
 
 _BLOCK_NUMEL = 1 << 20
 """Elements that are copied at once to compute a checksum."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorChange(NamedTuple):
@@ -39,7 +39,7 @@ class TensorChange(NamedTuple):
                 return
             indices, values = self.indices.to(tensor.device), self.values.to(tensor.device, tensor.dtype)
             if tensor.is_contiguous():
-                tensor.view(-1)[indices] = values
+                _bits(tensor.view(-1)).index_copy_(0, indices, _bits(values))
             else:
                 tensor[torch.unravel_index(indices, tensor.shape)] = values
 
@@ -61,109 +61,110 @@ class UnitChanges:
             if changes is None:
                 for segment in self.unit.layout.segments(start, stop):
                     if segment.parameter_index == index:
-                        yield _Piece(segment, None, self.flat[segment.start_bytes : segment.stop_bytes].view(dtype))
+                        yield _Piece(segment, self.flat[segment.start_bytes : segment.stop_bytes].view(dtype))
                 continue
             for span, checksum in zip(changes.spans, changes.checksums, strict=True):
                 if span.segment.parameter_index == index:
-                    yield _Piece(span.segment, *changes.of(span), int(checksum), partial(changes.resolve, span))
+                    found = changes.of(span)
+                    yield _Piece(span.segment, found.values, found, int(checksum))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """What has changed in a segment of a parameter."""
 
     segment: Segment
-    elements: torch.Tensor | None
-    """Counted from the start of the segment. None: all."""
     values: torch.Tensor
+    changes: SpanChanges | None = None
+    """None: ``values`` is the whole segment."""
     checksum: int = 0
     """XXH3-64 of the segment, in the dtype of ``values``."""
-    resolve: Callable[[torch.Tensor], torch.Tensor] = lambda former: former
-    """Returns the new values, from the former ones. Until its first call, ``values`` may have differences."""
 
 
-def find_change(stored: StoredParameter, region: Box, units: Mapping[str, UnitChanges]) -> TensorChange | None:
-    """Returns what has changed in a region of a tensor, counted in the region. None: nothing.
+class StoredChanges:
+    """What has changed in a tensor of a run since a version.
 
     Args:
         stored: The tensor.
-        region: The region.
+        region: The region that a caller needs.
         units: What has changed, by unit. Units that are missing have not changed.
+        since: The version.
     """
-    dtype, found = stored.meta.dtype, list(_pieces(stored, units))
-    if (
-        region.numel
-        and all(piece.elements is None for _, piece in found)
-        and all(part.unit_name in units for part in stored.parts)
-    ):
-        value = torch.empty(region.shape, dtype=dtype)
-        for part in stored.parts:
-            part.copy_to(value, units[part.unit_name].flat, region)
-        return TensorChange(stored.name, None, value)
-    indices, values = list[torch.Tensor](), list[torch.Tensor]()
-    for part, piece in found:
-        elements = torch.arange(len(piece.values)) if piece.elements is None else piece.elements
-        places, is_inside = _places(part.described.box, region, elements + piece.segment.start_element)
-        indices.append(places if is_inside is None else places[is_inside])
-        values.append((piece.values if is_inside is None else piece.values[is_inside]).to(dtype))
-    if not sum(map(len, indices)):
-        return None
-    all_indices, all_values = torch.cat(indices), torch.cat(values)
-    if not (all_indices[1:] > all_indices[:-1]).all():  # parts of several ranks alternate
-        all_indices, order = all_indices.sort()
-        all_values = all_values[order]
-    return TensorChange(stored.name, all_indices, all_values)
+
+    def __init__(self, stored: StoredParameter, region: Box, units: Mapping[str, UnitChanges], since: int) -> None:
+        self.stored, self._region, self._units, self._since = stored, region, units, since
+        self._pieces = [
+            (part, piece)
+            for part in stored.parts
+            if (changes := units.get(part.unit_name)) is not None
+            for piece in changes.pieces(part.index)
+        ]
+
+    def check_result(self, tensor: torch.Tensor) -> None:
+        """Checks that a tensor becomes that of the pinned version. Does not write to it. Resolves differences.
+
+        Raises:
+            CorruptDataError: The tensor has other values than those of the version.
+        """
+        for part, (segment, values, changes, checksum) in self._pieces:
+            if changes is None:
+                continue
+            own = tensor.detach()[part.described.box.slices].reshape(-1)[segment.start_element : segment.stop_element]
+            changes.resolve(own.index_select(0, changes.elements.to(own.device)).to("cpu", values.dtype))
+            if _checksum(own, changes) != checksum:
+                raise CorruptDataError(
+                    f"{self.stored.name!r} does not have the values of version {self._since} in {values.dtype}, so "
+                    "nothing was changed: read the whole version with values()",
+                    parameter=self.stored.name,
+                    version=self._since,
+                )
+
+    def find(self) -> TensorChange | None:
+        """Returns what has changed in the region, counted in the region. None: nothing."""
+        stored, region, dtype = self.stored, self._region, self.stored.meta.dtype
+        if (
+            region.numel
+            and all(piece.changes is None for _, piece in self._pieces)
+            and all(part.unit_name in self._units for part in stored.parts)
+        ):
+            value = torch.empty(region.shape, dtype=dtype)
+            for part in stored.parts:
+                part.copy_to(value, self._units[part.unit_name].flat, region)
+            return TensorChange(stored.name, None, value)
+        indices, values = list[torch.Tensor](), list[torch.Tensor]()
+        for part, piece in self._pieces:
+            elements = torch.arange(len(piece.values)) if piece.changes is None else piece.changes.elements
+            places, is_inside = _places(part.described.box, region, elements + piece.segment.start_element)
+            indices.append(places if is_inside is None else places[is_inside])
+            values.append((piece.values if is_inside is None else piece.values[is_inside]).to(dtype))
+        if not sum(map(len, indices)):
+            return None
+        all_indices, all_values = torch.cat(indices), torch.cat(values)
+        if len(stored.parts) > 1 and not (all_indices[1:] > all_indices[:-1]).all():  # parts of several ranks alternate
+            all_indices, order = all_indices.sort()
+            all_values = all_values[order]
+        return TensorChange(stored.name, all_indices, all_values)
 
 
-def check_result(stored: StoredParameter, units: Mapping[str, UnitChanges], tensor: torch.Tensor, since: int) -> None:
-    """Checks that a tensor becomes that of the pinned version. Does not write to it. Resolves differences.
-
-    Args:
-        stored: The tensor in the run.
-        units: What has changed, by unit.
-        tensor: The tensor.
-        since: The version that it should have.
-
-    Raises:
-        CorruptDataError: The tensor has other values than those of the version.
-    """
-    for part, piece in _pieces(stored, units):
-        if piece.elements is None:
-            continue
-        segment = piece.segment
-        own = tensor.detach()[part.described.box.slices].reshape(-1)[segment.start_element : segment.stop_element]
-        former = own[piece.elements.to(own.device)].to("cpu", piece.values.dtype)
-        if _checksum(own, piece.elements, piece.resolve(former)) != piece.checksum:
-            raise CorruptDataError(
-                f"{stored.name!r} does not have the values of version {since} in {piece.values.dtype}, so nothing was "
-                "changed: read the whole version with values()",
-                parameter=stored.name,
-                version=since,
-            )
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view as integers of the same size: ``index_copy_`` does not take all floating-point dtypes."""
+    return tensor.view(_INTEGERS.get(tensor.dtype.itemsize, tensor.dtype))
 
 
-def _checksum(former: torch.Tensor, elements: torch.Tensor, values: torch.Tensor) -> int:
+def _checksum(former: torch.Tensor, changes: SpanChanges) -> int:
     """Returns the XXH3-64 of a vector after a change. Copies a block at a time: new memory costs more than the copies.
 
     Args:
         former: The vector before the change. It has any device and any floating-point dtype.
-        elements: Rising indices of the changed elements.
-        values: The new values, in the dtype of the result.
+        changes: The changed elements, with new values in the dtype of the result.
     """
-    checksum, block = xxhash.xxh3_64(), torch.empty(min(len(former), _BLOCK_NUMEL), dtype=values.dtype)
-    starts = range(0, len(former), _BLOCK_NUMEL)
-    bounds = torch.searchsorted(elements, torch.tensor([*starts, len(former)])).tolist()
+    checksum, starts = xxhash.xxh3_64(), range(0, len(former), _BLOCK_NUMEL)
+    block = torch.empty(min(len(former), _BLOCK_NUMEL), dtype=changes.values.dtype)
+    bounds = torch.searchsorted(changes.elements, torch.tensor([*starts, len(former)])).tolist()
     for start, (first, last) in zip(starts, pairwise(bounds), strict=True):
         part = block[: len(former) - start].copy_(former[start : start + _BLOCK_NUMEL])
-        part[elements[first:last] - start] = values[first:last]
+        _bits(part).index_copy_(0, changes.elements[first:last] - start, _bits(changes.values[first:last]))
         checksum.update(memory_at(part.data_ptr(), part.nbytes, part))
     return checksum.intdigest()
-
-
-def _pieces(stored: StoredParameter, units: Mapping[str, UnitChanges]) -> Iterator[tuple[StoredPart, _Piece]]:
-    for part in stored.parts:
-        if (changes := units.get(part.unit_name)) is not None:
-            yield from ((part, piece) for piece in changes.pieces(part.index))
 
 
 def _places(own: Box, region: Box, elements: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

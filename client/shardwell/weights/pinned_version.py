@@ -22,7 +22,7 @@ from shardwell.transport.resending import ResendPolicy
 from shardwell.transport.server_connection import TRANSPORT_NAMES, ConnectOptions, ServerConnection
 from shardwell.transport.service_client import CoordinatorClient, StandingRpc
 from shardwell.transport.shared_vector import CAN_MAP
-from shardwell.weights.changes import TensorChange, UnitChanges, check_result, find_change
+from shardwell.weights.changes import StoredChanges, TensorChange, UnitChanges
 from shardwell.weights.stored_parameters import (
     Chosen,
     Names,
@@ -219,7 +219,7 @@ class PinnedVersion:
                 after this reader had read it. Read the whole version instead.
             UnavailableError: A shard server cannot be reached for the reader's timeout.
         """
-        found = (find_change(*each) for each, _ in self._changed(since, self.choose(names, slices)))
+        found = (changes.find() for changes in self._changed(since, self.choose(names, slices)))
         return (change for change in found if change is not None)
 
     def patch(self, tensors: Mapping[str, torch.Tensor], since: int | str, names: Names | None = None) -> list[str]:
@@ -253,10 +253,10 @@ class PinnedVersion:
         if problems:
             raise UsageError(f"the tensors do not fit run {self.run!r}: {listed(problems)}")
         found = list[TensorChange]()
-        for (stored, region, units), version in self._changed(since, chosen, has_values=True):
-            for tensor in targets[stored.name]:
-                check_result(stored, units, tensor, version)
-            if (change := find_change(stored, region, units)) is not None:
+        for changes in self._changed(since, chosen, has_values=True):
+            for tensor in targets[changes.stored.name]:
+                changes.check_result(tensor)
+            if (change := changes.find()) is not None:
                 found.append(change)
         for change in found:
             for tensor in targets[change.name]:
@@ -265,8 +265,8 @@ class PinnedVersion:
 
     def _changed(
         self, since: int | str, chosen: Sequence[Chosen], *, has_values: bool = False
-    ) -> Iterator[tuple[tuple[StoredParameter, Box, dict[str, UnitChanges]], int]]:
-        """Yields the arguments of ``find_change``, and the number of the older version."""
+    ) -> Iterator[StoredChanges]:
+        """Yields what has changed in each tensor."""
         reader, connections = self._reader, self._reader.connections
         if isinstance(since, int):
             if since < 0:
@@ -305,7 +305,8 @@ class PinnedVersion:
 
             try:
                 for stored, region, changes in _with_units(chosen, begin):
-                    yield (stored, region, {name: each for name, each in changes.items() if each is not None}), version
+                    found = {name: each for name, each in changes.items() if each is not None}
+                    yield StoredChanges(stored, region, found, version)
             except VersionGoneError:
                 connections.pins_former = True  # the run has dropped it during the reads
                 raise

@@ -91,6 +91,29 @@ def checksums_of(spans: Sequence[Span], stream: Buffer) -> NDArray[np.uint64]:
     return np.array([xxhash.xxh3_64_intdigest(data[span.start : span.stop]) for span in spans], "<u8")
 
 
+@dataclass(slots=True)
+class SpanChanges:
+    """The changed elements of one segment."""
+
+    elements: torch.Tensor
+    """Counted from the start of the segment, rising. int64. [n]"""
+    values: torch.Tensor
+    """The new values, or differences from the former ones until ``resolve``, in the dtype of the stream. [n]"""
+    is_difference: torch.Tensor | None
+    """Where ``values`` has differences, modulo 2^16. bool. [n] None: nowhere."""
+
+    def resolve(self, former: torch.Tensor) -> None:
+        """Replaces differences with new values.
+
+        Args:
+            former: The former values, in the dtype of ``values``. [n]
+        """
+        if self.is_difference is not None:
+            words = self.values.view(torch.int16)
+            words += former.view(torch.int16) * self.is_difference
+            self.is_difference = None
+
+
 @dataclass(frozen=True, slots=True)
 class ShardChanges:
     """The changed elements of a shard."""
@@ -136,28 +159,15 @@ class ShardChanges:
         is_new = np.ones(len(places), np.bool_)
         return cls(spans, places, after[places], is_new, checksums_of(spans, stream), what)
 
-    def resolve(self, span: Span, former: torch.Tensor) -> torch.Tensor:
-        """Replaces differences from the former values of a segment's changed elements; returns the new values."""
-        place = self._of(span)
-        words, is_difference = self.words[place], ~self.is_new[place]
-        if is_difference.any():
-            words[is_difference] += former.view(torch.int16).numpy().view(np.uint16)[is_difference]
-            self.is_new[place] = True
-        return self.of(span)[1]
-
-    def _of(self, span: Span) -> slice:
-        """Returns which of the changed values are in a segment."""
-        bounds = span.start // value_deltas.ITEM_BYTES, -(-span.stop // value_deltas.ITEM_BYTES)
-        return slice(*np.searchsorted(self.places, bounds))
-
-    def of(self, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the changed elements of a segment, counted from its start, and their values in the stream's dtype.
+    def of(self, span: Span) -> SpanChanges:
+        """Returns the changed elements of a segment.
 
         Raises:
             CorruptDataError: A changed element is incomplete.
         """
         numel, size = span.segment.stop_element - span.segment.start_element, span.dtype.itemsize
-        place, first = self._of(span), span.start // value_deltas.ITEM_BYTES
+        first, stop = span.start // value_deltas.ITEM_BYTES, -(-span.stop // value_deltas.ITEM_BYTES)
+        place = slice(*np.searchsorted(self.places, (first, stop)))
         places, data = self.places[place] - first, self.words[place].view(np.uint8)
         if size == value_deltas.ITEM_BYTES:
             elements = places
@@ -173,4 +183,5 @@ class ShardChanges:
                 raise CorruptDataError(f"{self.what}: the changes have a part of an element of {size} bytes")
         values = torch.empty(len(elements), dtype=span.dtype)
         values.view(torch.uint8).numpy()[:] = data
-        return torch.from_numpy(elements), values
+        is_difference = torch.from_numpy(~self.is_new[place])
+        return SpanChanges(torch.from_numpy(elements), values, is_difference if is_difference.any() else None)

@@ -217,6 +217,8 @@ def _counts(flags: _Flags) -> _Places:
 
 def _table(counts: _Places, large: _Places) -> _Bytes:
     """Chooses the smallest encoding of each block, from its numbers of changed values and of large differences."""
+    if counts.max() < _MASK:
+        return counts.astype(np.uint8)
     table = np.where(counts < _MASK, counts, _MASK)
     table[counts >= BLOCK_NUMEL - _MASK_BYTES] = _ALL
     # With places, a block has at most 4 bytes for each of 31 values. The other two may have more bytes than the values.

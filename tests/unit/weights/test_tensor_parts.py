@@ -11,7 +11,7 @@ import torch
 
 import shardwell
 from shardwell.weights import changes as changes_module
-from shardwell.weights.changes import UnitChanges, check_result, find_change
+from shardwell.weights.changes import StoredChanges, TensorChange, UnitChanges
 from shardwell.weights.checkpoint_conversion import checkpoint_to_dcp, dcp_to_checkpoint
 from shardwell.weights.pinned_version import PinnedVersion
 from shardwell.weights.stored_parameters import PlacedUnit, StoredParameter
@@ -219,13 +219,23 @@ def test_slices_and_changes_do_not_depend_on_the_parts(
         ((_, value),) = found.values("w", slices={"w": (dim, index, 3)})
         assert torch.equal(value, WHOLE.chunk(3, dim)[index])
         ((_, region),) = found.choose("w", {"w": (dim, index, 3)})
-        change = find_change(stored, region, units)
+        change = StoredChanges(stored, region, units, 1).find()
         if change is not None:
             change.apply_to(value)
         assert torch.equal(value, after.chunk(3, dim)[index])
-    check_result(stored, units, WHOLE, 1)
+    last = StoredChanges(stored, region, units, 1)
+    last.check_result(WHOLE)
     with pytest.raises(CorruptDataError, match="does not have the values of version 1"):
-        check_result(stored, units, WHOLE + 1, 1)
+        last.check_result(WHOLE + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_change_is_written_into_tensors_of_all_dtypes_and_strides(dtype: torch.dtype, is_transposed: bool) -> None:
+    before = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).to(dtype), requires_grad=dtype.itemsize > 1)
+    tensor = before.detach().T.contiguous().T if is_transposed else before
+    TensorChange("w", torch.tensor([1, 5]), torch.tensor([16.0, -0.5])).apply_to(tensor)
+    assert tensor.float().tolist() == [[0.0, 16.0, 2.0], [3.0, 4.0, -0.5]]
 
 
 def test_a_pinned_version_with_a_missing_part_is_refused() -> None:

@@ -31,11 +31,12 @@ def test_changed_elements_of_all_dtypes(share: float) -> None:
             torch.from_numpy(each[start:][span.start : span.stop].copy()).view(-1, span.dtype.itemsize)
             for each in (base, stream)
         )
-        elements, values = changes.of(span)
+        found = changes.of(span)
+        elements = found.elements
         assert bool((elements[1:] > elements[:-1]).all())
         changed = (before != after).any(1).nonzero().flatten()
         assert set(changed.tolist()) <= set(elements.tolist())
-        before[elements] = values.view(torch.uint8).view(-1, span.dtype.itemsize)
+        before[elements] = found.values.view(torch.uint8).view(-1, span.dtype.itemsize)
         assert torch.equal(before, after), span.dtype
 
 
@@ -57,9 +58,10 @@ def test_differences_give_the_new_values(share: float, largest: int) -> None:
             torch.from_numpy(each[span.start // 2 : span.stop // 2].view(np.int16)).view(torch.bfloat16)
             for each in (base, stream)
         )
-        result, elements = former.clone(), changes.of(span)[0]
+        result, found = former.clone(), changes.of(span)
         for _ in range(2):  # of another tensor with the same values
-            result[elements] = changes.resolve(span, former[elements])
+            found.resolve(former[found.elements])
+            result[found.elements] = found.values
             assert torch.equal(result.view(torch.int16), expected.view(torch.int16))
 
 
@@ -79,8 +81,8 @@ def test_malformed_changes_are_rejected() -> None:
     base = bytes(layout.size_bytes)
     stream = base[:400] + b"\1" * 4 + base[404:]
     valid = b"".join(shard_changes.encode(spans, base, stream, 1 << 20) or [])
-    elements, values = ShardChanges.decode(spans, valid, len(stream), "u").of(spans[0])
-    assert elements.tolist() == [100] and values.view(torch.uint8).tolist() == [1] * 4
+    found = ShardChanges.decode(spans, valid, len(stream), "u").of(spans[0])
+    assert found.elements.tolist() == [100] and found.values.view(torch.uint8).tolist() == [1] * 4
 
     def rejects(changes: bytes, message: str) -> None:
         with pytest.raises(CorruptDataError, match=message):
