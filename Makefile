@@ -193,7 +193,7 @@ $(ENGINES_INSTALLED): Makefile pyproject.toml
 	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-engines: $(ENGINES_INSTALLED)  ## Let vLLM follow runs, and break its transfers (3 GB of packages of its own, 5 minutes)
+test-engines: $(ENGINES_INSTALLED)  ## Let vLLM follow runs, and break its transfers (3 GB of packages of its own, 5 to 15 minutes)
 	@OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest -m engines tests/contract tests/integration/test_vllm_engine.py
 
 slurm-test: install  ## Train on a Slurm of this machine, whose jobs are preempted (needs root and Debian's Slurm; 4 minutes)
