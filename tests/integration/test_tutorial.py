@@ -105,4 +105,5 @@ def follow(shell: Shell, tmp_path: Path, page: str) -> None:
     assert "step 1900: loss" in resumed and "step 1400: loss" not in resumed
     versions = [int(version) for version in re.findall(r"version (\d+): the sum", shell.run(serve))]
     assert len(versions) == 3 and versions[0] >= 2000 and versions[2] >= versions[0] + 200
-    assert "Traceback" not in shell.run(stop) + shell.output.read_text()
+    assert shell.run(stop).count("deleted /dev/shm/") == 3
+    assert "Traceback" not in shell.output.read_text()
