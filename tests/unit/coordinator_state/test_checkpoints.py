@@ -88,6 +88,21 @@ async def test_folder_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert len(opened) == 2
 
 
+async def test_folder_is_opened_before_a_checkpoint_is_due(tmp_path: Path) -> None:
+    """At the first join, and after a restart of the coordinator."""
+
+    def is_open() -> bool:
+        return running.state.runs["r"].checkpoints.folder is not None
+
+    async with harness(tmp_path) as running:
+        settings = config(World(dp=1))
+        settings.checkpoint_dir = str(tmp_path / "checkpoints")
+        await running.join("a", config=settings)
+        await running.until(is_open, "the folder is opened")
+        await running.restart()
+        await running.until(is_open, "the folder is opened again")
+
+
 async def test_a_folder_that_cannot_be_written_is_refused_at_join_and_leaves_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 

@@ -22,6 +22,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from shardwell_server.coordinator.checkpoints.manifests import CheckpointFiles, manifest_of, with_files
@@ -179,17 +180,16 @@ class CheckpointSaver:
         Args:
             checked: What ``check_new_directory`` has returned: this folder is not checked again.
         """
-        checkpoints = run.checkpoints
-        if checked == checkpoints.options.directory:
-            checkpoints.checked_directory = checked
-        if checkpoints.options.directory not in ("", checkpoints.checked_directory):
-            checkpoints.checked_directory = checkpoints.options.directory
-            self._state.tasks.start(self._check_directory(run, checkpoints.options.directory))
+        checkpoints, directory = run.checkpoints, run.checkpoints.options.directory
+        if directory not in ("", checkpoints.checked_directory):
+            checkpoints.checked_directory = directory
+            self._state.tasks.start(self._check_directory(run, directory, is_checked=directory == checked))
 
-    async def _check_directory(self, run: Run, directory: str) -> None:
+    async def _check_directory(self, run: Run, directory: str, *, is_checked: bool) -> None:
         try:
             await self._folder(run)
-            await self._check_writable(directory)
+            if not is_checked:
+                await self._check_writable(directory)
         except ShardwellError as error:
             self._report_failed(run, f"checkpoints cannot be saved: {error}. Training goes on", str(error))
 
@@ -235,8 +235,8 @@ class CheckpointSaver:
         return self._start(run)
 
     def resume(self, run: Run) -> None:
-        """Removes what the former coordinator left unfinished, in the background."""
-        self._state.tasks.start(self._remove_torn(run))
+        """Opens the folder for checkpoints, and removes what the former coordinator left unfinished, in a task."""
+        self._state.tasks.start(self._resume(run))
 
     def _start(self, run: Run) -> CheckpointInFlight:
         assert run.checkpoints.in_flight is None
@@ -423,7 +423,10 @@ class CheckpointSaver:
         if checkpoint.step is not None:
             await self._remove(run, checkpoint.checkpoint_id, checkpoint.step, checkpoint.url)
 
-    async def _remove_torn(self, run: Run) -> None:
+    async def _resume(self, run: Run) -> None:
+        if run.checkpoints.options.directory:
+            with suppress(ShardwellError):  # the next checkpoint reports it
+                await self._folder(run)
         for record in run.checkpoints.take_torn():
             rolled_back = run.checkpoints.restore is not None  # the checkpoint was begun before
             if not rolled_back and await self._is_complete(record):
