@@ -100,10 +100,10 @@ class StoredChanges:
         ]
 
     def check_result(self, tensor: torch.Tensor) -> None:
-        """Checks that a tensor becomes that of the pinned version. Does not write to it. Resolves differences.
+        """Checks that the changes turn a tensor into that of the pinned version. Does not write to the tensor.
 
         Raises:
-            CorruptDataError: The tensor has other values than those of the version.
+            CorruptDataError: The tensor does not have the values of the older version.
         """
         for part, (segment, values, changes, checksum) in self._pieces:
             if changes is None:
@@ -146,7 +146,7 @@ class StoredChanges:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view as integers of the same size: ``index_copy_`` does not take all floating-point dtypes."""
+    """Returns a view as integers of the same size, because ``index_copy_`` does not support float8."""
     return tensor.view(_INTEGERS.get(tensor.dtype.itemsize, tensor.dtype))
 
 
@@ -154,7 +154,7 @@ def _checksum(former: torch.Tensor, changes: SpanChanges) -> int:
     """Returns the XXH3-64 of a vector after a change. Copies a block at a time: new memory costs more than the copies.
 
     Args:
-        former: The vector before the change. It has any device and any floating-point dtype.
+        former: The vector before the change, on any device and of any floating-point dtype.
         changes: The changed elements, with new values in the dtype of the result.
     """
     checksum, starts = xxhash.xxh3_64(), range(0, len(former), _BLOCK_NUMEL)

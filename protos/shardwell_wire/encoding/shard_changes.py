@@ -98,7 +98,7 @@ class SpanChanges:
     elements: torch.Tensor
     """Counted from the start of the segment, rising. int64. [n]"""
     values: torch.Tensor
-    """The new values, or differences from the former ones until ``resolve``, in the dtype of the stream. [n]"""
+    """The new values, in the dtype of the stream. Some are differences until ``resolve`` is called. [n]"""
     is_difference: torch.Tensor | None
     """Where ``values`` has differences, modulo 2^16. bool. [n] None: nowhere."""
 
