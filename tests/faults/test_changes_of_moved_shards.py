@@ -77,11 +77,12 @@ class Following:
     def __init__(self, stack: ExitStack, address: str, training: Training) -> None:
         self._training = training
         self._readers = {
-            dtype: stack.enter_context(
+            (dtype, cache): stack.enter_context(
                 shardwell.attach(address, training.run, gather_dtype=dtype, delta_cache_bytes=cache, timeout_s=30.0)
             )
             for dtype, cache in (("float32", 0), ("bfloat16", 0), ("bfloat16", 1 << 20))
         }
+        """By dtype and size of the cache of deltas."""
 
     def _state(self, dtype: str, version: int) -> State:
         wait_until(lambda: version in self._training.states, f"the state of version {version}")
@@ -98,7 +99,7 @@ class Following:
             version: The newer version.
             of: Number of the older version if ``since`` is a name.
         """
-        for dtype, reader in self._readers.items():
+        for (dtype, _), reader in self._readers.items():
             expected, older = self._state(dtype, version), since if isinstance(since, int) else of
             assert older is not None
             patched, changed = self._state(dtype, older), self._state(dtype, older)
@@ -118,23 +119,25 @@ class Following:
 
         At least once: the version that is read after the move may be the first one that can be patched.
         """
-        count, kept, deadline = 0, dict[str, tuple[State, int]](), time.monotonic() + 90
+        count, kept, deadline = 0, dict[shardwell.Reader, tuple[State, int]](), time.monotonic() + 90
         while not moved.done() or (not count and time.monotonic() < deadline):
-            for dtype, reader in self._readers.items():
+            for (dtype, cache), reader in self._readers.items():
+                tensors, since = kept.get(reader, (State(), -1))
                 try:
                     with reader.pin() as pinned:
-                        tensors, version = kept.get(dtype) or (dict(pinned.values()), -1)
-                        if version >= 0:
-                            pinned.patch(tensors, version)
+                        if since >= 0:
+                            pinned.patch(tensors, since)
                             count += 1
-                        kept[dtype] = tensors, pinned.version
+                        kept[reader] = tensors or dict(pinned.values()), pinned.version
                 except VersionGoneError:
-                    kept.pop(dtype, None)
+                    kept.pop(reader, None)
                     continue
                 except UnavailableError:
                     continue  # the tensors still have the older version
-                expected = self._state(dtype, kept[dtype][1])
-                assert all(torch.equal(value, expected[name]) for name, value in tensors.items()), (dtype, version)
+                tensors, version = kept[reader]
+                expected = self._state(dtype, version)
+                wrong = [name for name, value in tensors.items() if not torch.equal(value, expected[name])]
+                assert not wrong, f"{dtype}, cache of {cache} bytes, version {version} since {since}: {wrong}"
         return count
 
 

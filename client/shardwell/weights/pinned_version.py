@@ -155,9 +155,11 @@ class PinnedVersion:
         self.run, self.version = reader.run.name, weights.version
         self.rollback_count: int = weights.rollback_count
         self._reader = reader
-        self._changes: dict[str, int] = {}
+        self._changes: dict[tuple[str, int, int], int] = {}
+        """When each shard last changed, by unit and range."""
         for change in (change for pin in pins for change in pin.changes):
-            self._changes[change.unit] = max(change.version, self._changes.get(change.unit, 0))
+            key = change.unit, change.start_bytes, change.stop_bytes
+            self._changes[key] = max(change.version, self._changes.get(key, 0))
         units = [PlacedUnit.from_proto(unit) for unit in weights.units]
         self.units = {unit.layout.unit: unit for unit in units}
         """The units by name."""
@@ -167,7 +169,10 @@ class PinnedVersion:
 
     def changed_at(self, unit: PlacedUnit) -> int:
         """Returns the newest version, up to this one, that may have changed a value of a unit."""
-        return self._changes.get(unit.layout.unit, self.version)
+        ranges = ((shard.start_bytes, shard.stop_bytes) for shard in unit.shards)
+        keys = [(unit.layout.unit, start, stop) for start, stop in ranges if start < stop]
+        # No server has answered for a shard that moved while the servers were asked: it may have changed.
+        return max((self._changes.get(key, self.version) for key in keys), default=self.version)
 
     def values(self, names: Names | None = None, *, slices: Slices | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and values of parameters, then of buffers.

@@ -968,7 +968,7 @@ class PinVersionResponse(google.protobuf.message.Message):
     """Number of shards of the run on this server."""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardChange]:
-        """When the shards of the run on this server last changed."""
+        """When the shards of the run on this server last changed. A shard that moves during the call may be missing."""
 
     def __init__(
         self,
@@ -990,6 +990,7 @@ class ShardChange(google.protobuf.message.Message):
     UNIT_FIELD_NUMBER: builtins.int
     START_BYTES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    STOP_BYTES_FIELD_NUMBER: builtins.int
     unit: builtins.str
     """Name of the unit."""
     start_bytes: builtins.int
@@ -998,14 +999,17 @@ class ShardChange(google.protobuf.message.Message):
     """The newest version, up to the pinned one, that may differ from the version before. Steps that update no parameter
     of the shard do not count.
     """
+    stop_bytes: builtins.int
+    """End of the shard."""
     def __init__(
         self,
         *,
         unit: builtins.str = ...,
         start_bytes: builtins.int = ...,
         version: builtins.int = ...,
+        stop_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "unit", b"unit", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start_bytes", b"start_bytes", "stop_bytes", b"stop_bytes", "unit", b"unit", "version", b"version"]) -> None: ...
 
 global___ShardChange = ShardChange
 

@@ -286,7 +286,9 @@ async def pinning(run: HostedRun, version: int, wait_s: float) -> AsyncIterator[
             pins.append((shard.values, await shard.values.pin(version, left_s)))
             # A later update may have changed the shard while this call waited for another shard.
             changed = min(shard.values.changed_version, version)
-            response.changes.add(unit=shard.unit, start_bytes=shard.start_bytes, version=changed)
+            response.changes.add(
+                unit=shard.unit, start_bytes=shard.start_bytes, stop_bytes=shard.stop_bytes, version=changed
+            )
         response.shard_count = len(pins)
         run.pins[version] += 1
         try:
