@@ -19,6 +19,7 @@ from shardwell_wire.errors import (
 from shardwell_wire.model.layout import Parameter, UnitLayout
 from shardwell_wire.v1 import initialization_pb2, shard_pb2
 from tests.support.shard_server import OneUnit, ShardServer, error_of, layout_of
+from tests.support.shm_transport import ConnectedUnit
 
 NAN = float("nan")
 
@@ -79,6 +80,31 @@ def test_update_stores_pushed_buffers_and_keeps_the_others(buffers: OneUnit) -> 
     assert values(buffers, 2) == expected
 
 
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_a_trainer_may_write_its_shared_memory_again_before_the_update(server: ShardServer, in_batch: bool) -> None:
+    one = OneUnit(server, LAYOUT, dp=2).begin(FIRST)
+    taken = server.taken_bytes()
+    with ConnectedUnit(one) as connected:
+        push = connected.prepare([MEAN, COUNT, *FIRST[2:]])
+        if in_batch:
+            request = shard_pb2.ReduceBatchRequest(run=one.identity.name, run_id=one.identity.run_id)
+            part = connected.transport.add_to_batch(push, request)
+            assert part is not None
+            part.header.CopyFrom(connected.header())
+            (result,) = server.call("ReduceBatch", request).results
+            assert not result.status
+            connected.transport.finish_batched(push, result)
+        else:
+            connected.transport.push(push, timeout_s=20.0)
+        one.prepare(0, *rank_0())
+        connected.prepare(FIRST, step=1)  # in the same memory: the trainer has seen the commit
+        assert len(connected.gradient_buffers()) == 1
+        one.update(0)
+        assert values(one, 1) == raw([MEAN, COUNT, *FIRST[2:]])
+    assert server.taken_bytes() == taken
+
+
 def test_skipped_step_stores_buffers(buffers: OneUnit) -> None:
     buffers.push([MEAN, None, None, None])
     buffers.prepare(0, *rank_0(), skip=True)
@@ -130,7 +156,7 @@ def test_buffers_are_updated_before_parameters(server: ShardServer, buffers: One
 
 def test_buffers_reserve_and_release_memory(server: ShardServer, buffers: OneUnit) -> None:
     need = shard_need_bytes(LAYOUT.size_bytes, 2, holds_buffers=True)
-    assert need == 2 * LAYOUT.size_bytes
+    assert need == 3 * LAYOUT.size_bytes
     taken = server.taken_bytes()
     for step in range(3):
         buffers.push([MEAN, COUNT, None, None], step=step)
@@ -144,7 +170,8 @@ def test_buffers_reserve_and_release_memory(server: ShardServer, buffers: OneUni
 def test_buffers_beyond_the_budget_are_rejected_at_reservation() -> None:
     with ShardServer(budget_bytes=3000) as server:
         big = UnitLayout("buffers:0", (Parameter("queue", (500,), "float32"),), kind="buffers")
-        with pytest.raises(CapacityError, match=r"6144 bytes on this server \(2048 of buffers, and as many .* of 3000"):
+        expected = r"8192 bytes on this server \(2048 of buffers, and twice as many .* of 3000"
+        with pytest.raises(CapacityError, match=expected):
             OneUnit(server, big).reserve()
         assert not server.evaluate(lambda: server.store.runs)
 

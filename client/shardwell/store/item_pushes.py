@@ -76,7 +76,11 @@ class ItemPushes:
         if self.sums is not None:
             self.sums.rejoin()
         self._pushes.discard()
-        self._servers.release_gradient_buffers()
+        if moved:
+            self._servers.release_gradient_buffers()
+        else:  # the gradients of other items count if this trainer had finished them
+            for item in self._state.items.values():
+                self._servers.release_gradient_buffers(item.item.dp_rank)
         if self.feedback is not None:
             self.feedback.restart(self._state.number, keep=not moved)
         if moved:

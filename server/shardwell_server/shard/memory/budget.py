@@ -37,11 +37,12 @@ def shard_need_bytes(
 ) -> int:
     """Returns the memory that a shard needs for parameters, optimizer state, contributions and their mean.
 
-    A shard of buffers needs memory for its values and for those that data rank 0 pushed for the next version. Older
-    versions, which readers or the work items of an asynchronous run read, need memory too.
+    A shard of buffers needs memory for its values, for those that data rank 0 pushed for the next version, and for the
+    shared memory in which a trainer of this host writes them. Older versions, which readers or the work items of an
+    asynchronous run read, need memory too.
     """
     if holds_buffers:
-        return shard_bytes * (2 + held_versions)
+        return shard_bytes * (3 + held_versions)
     mean = 1 if max_contributions > 1 else 0
     return shard_bytes * (1 + _OPTIMIZER_STATES + max_contributions + mean + held_versions)
 
@@ -241,7 +242,7 @@ class Memory:
         if total > self.free_bytes:
             older = f", and {held_versions} older versions" if held_versions else ""
             what, less = (
-                (f"{shard_bytes} of buffers, and as many for their next values{older}", "use smaller buffers")
+                (f"{shard_bytes} of buffers, and twice as many for their next values{older}", "use smaller buffers")
                 if holds_buffers
                 else (
                     f"{shard_bytes} of parameters, with optimizer state and {max_contributions} gradients{older}",

@@ -69,7 +69,7 @@ class StepGradient:
         """Contributions of twins of late work items, apart until ``choose`` decides which trainer's counts."""
         starts = [segment.start_bytes for segment in parts.segments]
         self.mean = MeanGradient(memory, spec.size_bytes, starts, parts.views)
-        self.quota = BufferQuota(self.max_contributions)
+        self.quota = BufferQuota(self.reserved_buffers)
         """Buffers for contributions that the shard's reservation covers."""
         self.kept = KeptGradients(spec, memory, parts.views)
 
@@ -77,6 +77,11 @@ class StepGradient:
     def max_contributions(self) -> int:
         """Number of contributions that the shard holds in one step."""
         return self._spec.max_contributions
+
+    @property
+    def reserved_buffers(self) -> int:
+        """Number of buffers for contributions that the shard's reservation covers, shared ones included."""
+        return self.max_contributions
 
     @property
     def reduced(self) -> Reduced | None:
@@ -377,6 +382,26 @@ class PushedBuffers(StepGradient):
     @property
     def max_contributions(self) -> int:
         return 1
+
+    @property
+    def reserved_buffers(self) -> int:
+        return 2
+
+    async def add_part(
+        self, header: shard_pb2.ReduceScatterHeader, memory: ContributionMemory, checksum: int | None
+    ) -> None:
+        """As ``StepGradient.add_part``. Copies values that are in memory of the trainer.
+
+        A trainer writes its next values there as soon as the step is committed, which may be before this server has
+        applied the update. For a gradient, it first gathers the unit's next version. It does not gather buffers.
+        """
+        if checksum is not None:
+            await super().add_part(header, memory, checksum)
+            return
+        grant = self._memory.grant(self._spec.size_bytes, self.quota, f"the next values of {self._spec.what}")
+        with grant.incoming(self._spec.size_bytes) as copy:
+            await self.compute(lambda: copy.buffer.copy_(memory.buffer))
+            await super().add_part(header, copy, None)
 
     @property
     def changed(self) -> list[int]:
