@@ -244,4 +244,6 @@ def test_replica_goes_on_in_process_after_a_rollback(tmp_path: Path) -> None:
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=LEASE_S) as cluster:
         undisturbed, results = train(rolls_back=False), train(rolls_back=True)
     assert list(map(state_of, results)) == list(map(state_of, undisturbed))
-    assert [len(result["losses"]) for result in results] == [STEPS + 2] * 2, "steps 2 and 3 are computed twice"
+    first, second = ([step for step, _ in result["losses"]] for result in results)
+    # The loop body of step 1 runs again without effect if the checkpoint was saved before its end; see docs/loop.md.
+    assert first == second and first in ([0, 1, 2, 3, 2, 3, 4], [0, 1, 2, 3, 1, 2, 3, 4])

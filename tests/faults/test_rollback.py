@@ -98,7 +98,9 @@ def test_loss_of_a_shard_server_rolls_the_run_back(tmp_path: Path, kind: str) ->
     with shardwell.LocalCluster(num_shards=2, min_shard_bytes=4096, lease_s=2.0) as cluster:
         run, results = run_once(cluster, tmp_path, kind, lambda: lose(cluster, 1))
         assert {result["sha256"] for result in results} == {expected}
-        assert computed(results, 3) == 4 and computed(results, 2) == 2, "steps 3 and 4 were repeated"
+        assert computed(results, 3) == 4, "steps 3 and 4 were repeated"
+        # Step 2 runs again without effect if the checkpoint was saved before its end; see docs/loop.md.
+        assert computed(results, 2) in (2, 4) and computed(results, 1) == 2
         assert describe(cluster, run).rollback_count == 1
         assert not describe(cluster, run).loading
 
