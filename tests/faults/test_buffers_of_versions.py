@@ -26,7 +26,7 @@ class Training(BackgroundTraining):
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[shardwell.LocalCluster]:
-    """Yields a cluster of three servers, of which the one that gets the buffers applies each update late."""
+    """Yields a cluster of three servers. The server that gets the buffers applies each update late."""
     faults = [
         fault_points.Fault(
             point="server.update.before", action="delay", nth=nth, where={"server": "shard-2"}, delay_s=LATE_S

@@ -78,7 +78,7 @@ class ItemPushes:
         self._pushes.discard()
         if moved:
             self._servers.release_gradient_buffers()
-        else:  # the gradients of other items count if this trainer had finished them
+        else:  # gradients of other items still count if this trainer had finished them
             for item in self._state.items.values():
                 self._servers.release_gradient_buffers(item.item.dp_rank)
         if self.feedback is not None:

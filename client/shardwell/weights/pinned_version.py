@@ -156,7 +156,7 @@ class PinnedVersion:
         self.rollback_count: int = weights.rollback_count
         self._reader = reader
         self._changes: dict[tuple[str, int, int], int] = {}
-        """When each shard last changed, by unit and range."""
+        """The newest version that may have changed each shard, by unit and range."""
         for change in (change for pin in pins for change in pin.changes):
             key = change.unit, change.start_bytes, change.stop_bytes
             self._changes[key] = max(change.version, self._changes.get(key, 0))

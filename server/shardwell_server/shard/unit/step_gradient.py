@@ -80,7 +80,7 @@ class StepGradient:
 
     @property
     def reserved_buffers(self) -> int:
-        """Number of buffers for contributions that the shard's reservation covers, shared ones included."""
+        """Number of contribution buffers that the shard's reservation covers. Shared gradient buffers count."""
         return self.max_contributions
 
     @property
